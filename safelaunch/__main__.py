@@ -1,0 +1,6 @@
+"""`python -m safelaunch`."""
+
+from safelaunch.cli import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""Ways to run our programs on the nodes; `base` is the protocol."""
