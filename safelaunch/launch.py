@@ -1,0 +1,285 @@
+"""Starting the agents, and keeping a line open to each: the effects under `supervise`."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from safelaunch.transport import program
+from safelaunch.transport.base import ChannelLostError, Unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from safelaunch.plan import Node, Plan, Variable
+    from safelaunch.transport.base import Channel, Session, Transport
+
+PING_SECONDS = 1.0
+"""Between two pings of an agent; each confirms what has arrived."""
+RECONNECT_PAUSE = 1.0
+"""Seconds between two tries to open a lost node again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet: what `deepspeed.launcher.launch` gets as --master_addr and --master_port."""
+
+    address: str
+    port: int
+
+
+def heartbeat(reconnect_grace: float) -> float:
+    """Return after how many seconds of silence a connection counts as broken, on both sides."""
+    return max(2.0, min(10.0, reconnect_grace / 4))
+
+
+def world_info(nodes: Sequence[Node]) -> str:
+    """Return DeepSpeed's map of hosts to device indices: URL-safe base64 of JSON, in rank order."""
+    return base64.urlsafe_b64encode(json.dumps({n.name: list(n.slots) for n in nodes}).encode()).decode()
+
+
+def agent_config(
+    plan: Plan, node: Node, meet: Rendezvous, variables: Mapping[str, Variable], run_id: str
+) -> dict[str, Any]:
+    """Return what the agent of a node is told at its start (docs/reference/node-programs.md)."""
+    if plan.program is None:
+        raise ValueError("a plan without a program can't be launched")
+    local = len(node.slots)
+    return {
+        "mode": "start",
+        "run_id": run_id,
+        "host": node.name,
+        "python": plan.interpreter,
+        "launcher_options": [
+            f"--world_info={world_info(plan.nodes)}",
+            f"--node_rank={node.node_rank}",
+            f"--master_addr={meet.address}",
+            f"--master_port={meet.port}",
+            *([f"--save_pid={os.getpid()}"] if plan.save_pid else []),
+            *plan.launcher_options,
+        ],
+        "program": {
+            "argv": plan.program.command(plan.interpreter),
+            "args": list(plan.program.args),
+            "local_rank": plan.program.local_rank,
+        },
+        "env": {variable.name: variable.value for variable in variables.values()},
+        "unset": list(plan.unset),
+        "cwd": plan.cwd,
+        "venv_script": plan.venv_script,
+        "shim": resources.files("safelaunch.remote").joinpath("rank_shim.py").read_text(encoding="utf-8"),
+        # launch.py's own rule: local rank = rank modulo the number of ranks on the node.
+        "ranks": [[rank, rank % local] for rank in node.ranks],
+        "grace": plan.limits.grace,
+        "reconnect_grace": plan.limits.reconnect_grace,
+        "heartbeat": heartbeat(plan.limits.reconnect_grace),
+        "rank_log_dir": plan.rank_log_dir,
+    }
+
+
+class Link:
+    """The line to one node's agent: a channel with a reader thread, renewed when it breaks."""
+
+    def __init__(self, host: str, session: Session, emit: Callable[[str, str, Any], None], interpreter: str) -> None:
+        """Report through `emit(kind, host, value)`: kind is agent, lost."""
+        self.host = host
+        self.session = session
+        self.last_heard = time.monotonic()
+        self.arrived = 0
+        self.processed = 0
+        self._emit = emit
+        self._interpreter = interpreter
+        self._marker = program.new_marker()
+        self._channel: Channel | None = None
+        self._reader: threading.Thread | None = None
+        self._sending = threading.Lock()
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Run the agent program with `config` on the node, and read what it says."""
+        try:
+            channel = self.session.start(program.command("agent", self._interpreter))
+            self._channel = channel
+            channel.send(program.payload("agent", {**config, "marker": self._marker}))
+        except ChannelLostError as error:
+            self._emit("lost", self.host, str(error) or "the connection broke")
+            return
+        self.last_heard = time.monotonic()
+        self._reader = threading.Thread(target=self._read, args=(channel,), name=f"link-{self.host}", daemon=True)
+        self._reader.start()
+
+    def attach(self, session: Session, run_id: str) -> None:
+        """Go on over a new session where the old one broke."""
+        self.session = session
+        self.start({"mode": "attach", "run_id": run_id, "host": self.host, "after": self.arrived})
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Send a command; a broken line is noticed by the reader, so it is no error here."""
+        with self._sending, contextlib.suppress(ChannelLostError):
+            if self._channel is not None:
+                self._channel.send(json.dumps({**command, "ack": self.processed}).encode() + b"\n")
+
+    def drop(self) -> None:
+        """Give the connection up; the reader reports it as lost."""
+        self.session.close()
+
+    def settle(self) -> None:
+        """Drop the connection and wait for its reader, so that it can't speak for the next one."""
+        self.drop()
+        if self._reader is not None:
+            self._reader.join(timeout=10)
+
+    def _read(self, channel: Channel) -> None:
+        marker = self._marker.encode()
+        for line in channel.lines():
+            if not line.startswith(marker):
+                continue
+            try:
+                message = json.loads(line[len(marker) :])
+            except ValueError:  # cut off by the end of the connection; it comes again
+                continue
+            self.last_heard = time.monotonic()
+            sequence = message.get("seq")
+            if sequence is not None:
+                if sequence <= self.arrived:
+                    continue
+                self.arrived = sequence
+            if message["event"] != "pong":
+                self._emit("agent", self.host, message)
+        if channel is self._channel:
+            words = channel.stderr().decode(errors="replace").strip().splitlines()
+            self._emit("lost", self.host, words[-1] if words else "the connection was closed")
+
+
+class Links:
+    """The lines to all agents of a run."""
+
+    def __init__(
+        self,
+        sessions: Mapping[str, Session],
+        transport: Transport,
+        plan: Plan,
+        run_id: str,
+        emit: Callable[[str, str, Any], None],
+    ) -> None:
+        """Use the sessions of the preflight; `emit(kind, host, value)` gets agent, lost, back and swept."""
+        self._links = {host: Link(host, session, emit, plan.interpreter) for host, session in sessions.items()}
+        self._transport = transport
+        self._plan = plan
+        self._run_id = run_id
+        self._emit = emit
+        self._heartbeat = heartbeat(plan.limits.reconnect_grace)
+        self._closed = threading.Event()
+
+    def start(self, configs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Start every agent, and the pings that keep them."""
+        with ThreadPoolExecutor(max_workers=min(len(configs), self._plan.limits.fanout)) as pool:
+            for host, config in configs.items():
+                pool.submit(self._links[host].start, config)
+        threading.Thread(target=self._ping, name="ping", daemon=True).start()
+
+    def tell(self, host: str, command: Mapping[str, Any]) -> None:
+        """Send a command to one agent."""
+        self._links[host].tell(command)
+
+    def processed(self, host: str, sequence: int) -> None:
+        """Note that an event was dealt with, so that its agent may forget it."""
+        self._links[host].processed = sequence
+
+    def reconnect(self, host: str) -> None:
+        """Try to open a node again until its grace is over, in the background."""
+        threading.Thread(target=self._reopen, args=(host,), name=f"reopen-{host}", daemon=True).start()
+
+    def sweep(self, host: str) -> None:
+        """End what is left of the run on a node, in the background; reports `swept`."""
+        threading.Thread(target=self._sweep, args=(host,), name=f"sweep-{host}", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop pinging and drop every connection."""
+        self._closed.set()
+        self._transport.close()
+
+    def _ping(self) -> None:
+        number = 0
+        while not self._closed.wait(PING_SECONDS):
+            number += 1
+            for link in self._links.values():
+                if time.monotonic() - link.last_heard > self._heartbeat:
+                    link.last_heard = time.monotonic()
+                    link.drop()
+                else:
+                    link.tell({"do": "ping", "id": number})
+
+    def _reopen(self, host: str) -> None:
+        end = time.monotonic() + self._plan.limits.reconnect_grace
+        self._links[host].settle()
+        while time.monotonic() < end and not self._closed.is_set():
+            session = self._open(host, max(1.0, min(self._plan.limits.ssh_timeout, end - time.monotonic())))
+            if session is not None:
+                self._emit("back", host, None)
+                self._links[host].attach(session, self._run_id)
+                return
+            self._closed.wait(RECONNECT_PAUSE)
+
+    def _open(self, host: str, timeout: float) -> Session | None:
+        opened: list[Session] = []
+
+        def on_open(_host: str, result: Session | Unreachable) -> None:
+            if not isinstance(result, Unreachable):
+                opened.append(result)
+
+        self._transport.open([host], on_open, timeout=timeout)
+        return opened[0] if opened else None
+
+    def _sweep(self, host: str) -> None:
+        session = self._links[host].session
+        found = sweep(session, self._plan.interpreter, only=[self._run_id], kill=True, grace=self._plan.limits.grace)
+        if found is None:
+            fresh = self._open(host, self._plan.limits.ssh_timeout)
+            if fresh is not None:
+                found = sweep(fresh, self._plan.interpreter, only=[self._run_id], kill=True, grace=0)
+        self._emit("swept", host, None if found is None else found["survivors"])
+
+
+def sweep(
+    session: Session,
+    interpreter: str,
+    *,
+    only: Sequence[str] | None = None,
+    spare: Sequence[str] = (),
+    kill: bool = False,
+    grace: float = 5.0,
+) -> dict[str, Any] | None:
+    """List, and with `kill` end, processes of runs on a node; None where the node can't be asked.
+
+    `only` limits it to those run ids, `spare` leaves some out. Returns the `sweep` event of the agent.
+    """
+    marker = program.new_marker()
+    config = {
+        "mode": "sweep",
+        "marker": marker,
+        "host": session.host,
+        "only": list(only) if only is not None else None,
+        "spare": list(spare),
+        "kill": kill,
+        "grace": grace,
+    }
+    try:
+        channel = session.start(program.command("agent", interpreter))
+        channel.send(program.payload("agent", config))
+        channel.send_eof()
+        for line in channel.lines():
+            if line.startswith(marker.encode()):
+                message: dict[str, Any] = json.loads(line[len(marker) :])
+                if message.get("event") == "sweep":
+                    return message
+    except ChannelLostError:
+        return None
+    return None
