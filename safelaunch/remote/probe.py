@@ -198,7 +198,7 @@ class Listeners:
                 held.bind("\0safelaunch-port-%d" % port)
             except OSError:
                 held.close()
-                raise
+                raise OSError(0, "another safelaunch is about to use it") from None
             self._reserved[port] = held
 
     @staticmethod

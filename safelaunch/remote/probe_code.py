@@ -104,7 +104,9 @@ def code(node: Node) -> dict[str, Any]:
         start, root = locate(node, program["script"]), node.cwd
     elif start and os.path.isdir(start):
         start, root = os.path.join(start, "__main__.py"), start
-    if program["kind"] == "none" or not start or not os.path.isfile(start):
+    # What lies elsewhere, a shell or an installed module, is not the user's code.
+    foreign = not start or os.path.relpath(start, root).startswith("..") or not os.path.isfile(start)
+    if program["kind"] == "none" or not start or foreign:
         return {"files": {}, "complete": True, "git": None}
     hashes, complete = code_tree(node, start, root)
     return {"files": hashes, "complete": complete, "git": git_commit(node, root)}
