@@ -37,8 +37,8 @@ CODES: dict[str, Code] = {
         "static",
         USAGE,
         """
-        cli.unknown_option cli.version_option cli.value cli.conflict cli.option_after_script cli.option_ignored
-        cli.launcher cli.not_yet
+        cli.unknown_option cli.version_option cli.value cli.conflict cli.option_after_script
+        cli.option_ignored cli.launcher cli.not_yet
         script.missing script.not_python script.module_missing
         select.conflict select.syntax
         master.port_range

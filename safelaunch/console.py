@@ -71,13 +71,17 @@ class Console:
         if outcome["exit_status"] == 0:
             self.say(f"{outcome['summary']} in {outcome['seconds']:.0f} s; run directory {path}", "green")
             return
-        self.line(f"safelaunch: {outcome['status'].replace('_', ' ').upper()}: {outcome['summary']}", "bold red")
+        self.line(
+            f"safelaunch: {outcome['status'].replace('_', ' ').upper()}: {outcome['summary']}", "bold red"
+        )
         failure = outcome.get("first_failure") or {}
         culprit = outcome.get("culprit") or {}
         rows = {
             "where": culprit.get("location"),
             "next": failure.get("hint"),
-            "others": "; ".join(f"rank {_ranks(group['ranks'])} {group['what']}" for group in outcome["others"]),
+            "others": "; ".join(
+                f"rank {_ranks(group['ranks'])} {group['what']}" for group in outcome["others"]
+            ),
             "log": _log(culprit, path),
             "survivors": ", ".join(f"{s['host']} pid {s['pid']}" for s in outcome["survivors"]),
         }

@@ -19,9 +19,11 @@ _HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
 _NOT_THE_USERS = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|^<frozen |^<string>")
 
+_LAUNCHER = "the node launcher (deepspeed.launcher.launch)"
+
 _SIGNAL_HINTS = {
     signal.SIGBUS: "a bus error is most often /dev/shm or a disk that is full",
-    signal.SIGSEGV: "a crash in native code; PYTHONFAULTHANDLER is on, so its Python stack is in the rank's log",
+    signal.SIGSEGV: "a crash in native code; its Python stack is in the rank's log (PYTHONFAULTHANDLER)",
     signal.SIGKILL: "somebody or the kernel killed it: look for the out-of-memory killer on that node",
     signal.SIGABRT: "an abort in native code: the lines before it in the rank's log say why",
 }
@@ -29,7 +31,7 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Traceback:
-    """The last Python traceback in a text: whole, its last line, and the innermost frame of the user's code."""
+    """A Python traceback: the whole text, its last line, and the innermost line of the user's code."""
 
     text: str
     error: str
@@ -77,19 +79,36 @@ def outcome(job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str]) -> 
     if job.interrupted is not None:
         name = signal_name(job.interrupted)
         summary = f"stopped by {name}; every rank was ended"
-        return {**_NO_CULPRIT, "status": "interrupted", "exit_status": 128 + job.interrupted, "summary": summary}
+        return {
+            **_NO_CULPRIT,
+            "status": "interrupted",
+            "exit_status": 128 + job.interrupted,
+            "summary": summary,
+        }
     unseen = [rank.rank for rank in job.ranks.values() if rank.exit is None or rank.exit.code is None]
     if unseen or any(node.launcher is None for node in job.nodes.values()):
         names = ", ".join(map(str, unseen)) or "none"
-        summary = f"the run ended, but not every exit could be seen (ranks {names}), so it does not count as success"
+        summary = f"the run ended, but how ranks {names} ended was not seen: that is no success"
         culprit = {**_EMPTY_CULPRIT, "ranks": unseen, "reason": "unknown"}
-        return {**_NO_CULPRIT, "status": "failed", "exit_status": INTERNAL, "summary": summary, "culprit": culprit}
+        return {
+            **_NO_CULPRIT,
+            "status": "failed",
+            "exit_status": INTERNAL,
+            "summary": summary,
+            "culprit": culprit,
+        }
     ranks, nodes = len(job.ranks), len(job.nodes)
     summary = f"all {ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)} exited 0"
     return {**_NO_CULPRIT, "status": "success", "exit_status": 0, "summary": summary}
 
 
-_EMPTY_CULPRIT: dict[str, Any] = {"ranks": [], "hosts": [], "reason": "unknown", "location": None, "since": None}
+_EMPTY_CULPRIT: dict[str, Any] = {
+    "ranks": [],
+    "hosts": [],
+    "reason": "unknown",
+    "location": None,
+    "since": None,
+}
 _NO_CULPRIT: dict[str, Any] = {"culprit": None, "first_failure": None, "others": []}
 
 
@@ -145,9 +164,8 @@ def _sentence(job: Job, cause: Failure) -> str:
     if cause.text:
         return f"the node launcher of {cause.host} could not be started: {cause.text}"
     if end is not None and end.signal:
-        return f"the node launcher (deepspeed.launcher.launch) on {cause.host} was killed by {signal_name(end.signal)}"
-    status = end.status if end is not None else "unknown"
-    return f"the node launcher (deepspeed.launcher.launch) on {cause.host} exited with status {status}"
+        return f"{_LAUNCHER} on {cause.host} was killed by {signal_name(end.signal)}"
+    return f"{_LAUNCHER} on {cause.host} exited with status {end.status if end is not None else 'unknown'}"
 
 
 def _pid(job: Job, cause: Failure) -> int | None:
@@ -159,7 +177,7 @@ def hint(cause: Failure) -> str | None:
     if cause.reason == "node_unreachable":
         return f"see what is wrong with it (ssh {cause.host}), or leave it out: --exclude {cause.host}"
     if cause.reason == "oom_killed":
-        return f"give the ranks on {cause.host} more memory, or lower the batch size or the number of loader workers"
+        return f"more memory for the ranks on {cause.host}, a smaller batch, or fewer loader workers"
     if cause.exit is not None and cause.exit.signal:
         return _SIGNAL_HINTS.get(cause.exit.signal)  # type: ignore[call-overload, no-any-return]
     return None

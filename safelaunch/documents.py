@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from safelaunch import __version__, environment, timeouts
@@ -12,6 +14,31 @@ if TYPE_CHECKING:
     from safelaunch.job import Job
     from safelaunch.launch import Rendezvous
     from safelaunch.plan import Plan, Variable
+
+REDACTED = "<redacted>"
+_SECRET_FLAG = re.compile(r"^--?[\w.-]*(token|secret|passw|api[-_]?key|credential)[\w.-]*$", re.IGNORECASE)
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without the values of `--env` and of options whose name speaks of a secret."""
+    result: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        before = result[-1] if result else ""
+        shown = argument
+        if equals and (before == "--env" or _SECRET_FLAG.match(name)):
+            shown = f"{name}={REDACTED}"
+        elif name == "--env" and "=" in value:
+            shown = f"--env={value.partition('=')[0]}={REDACTED}"
+        elif _SECRET_FLAG.match(before) and not argument.startswith("-"):
+            shown = REDACTED
+        result.append(shown)
+    return result
+
+
+def shell(arguments: Sequence[str]) -> str:
+    """Return a command line as one would type it."""
+    return " ".join(shlex.quote(argument) for argument in arguments)
 
 
 def plan_document(
@@ -31,7 +58,7 @@ def plan_document(
         "run_id": run_id,
         "safelaunch": __version__,
         "versions": dict(versions),
-        "command": environment.redact_arguments(command),
+        "command": redact_arguments(command),
         "cwd": plan.cwd,
         "interpreter": plan.interpreter,
         "hostfile": plan.hostfile,
@@ -67,7 +94,7 @@ def _program(plan: Plan) -> dict[str, Any] | None:
     program = plan.program
     if program is None:
         return None
-    args = environment.redact_arguments(program.args)
+    args = redact_arguments(program.args)
     return {"script": program.script, "kind": program.kind, "args": args, "local_rank": program.local_rank}
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 STOP_MARGIN = 15.0
 """Seconds an agent may need beyond the grace before its node is swept from outside."""
-LAUNCHER_EXIT_MARGIN = 10.0
-"""Seconds between a node launcher's death and its ranks' own reports, at most (launch.py polls once a second)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +214,8 @@ class Job:
             exit=Exit(time=time, status=127),
             text=str(message.get("error", "")),
         )
-        return [Note("start_failed", "error", node.host, fields={"error": failure.text}), *self._fail(failure, now)]
+        note = Note("start_failed", "error", node.host, fields={"error": failure.text})
+        return [note, *self._fail(failure, now)]
 
     def _on_finished(
         self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
@@ -228,7 +227,7 @@ class Job:
         return [Note("node_finished", level, node.host, fields=fields), Tell(node.host, {"do": "bye"})]
 
     def _on_no_agent(
-        self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
+        self, node: NodeState, _message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
         return self._agent_gone(node, "its agent was gone when the connection was back", now)
 
@@ -287,11 +286,15 @@ class Job:
                 text = f"no contact for {self.reconnect_grace:g} s"
                 failure = Failure(reason="node_unreachable", host=node.host, time=node.since, text=text)
                 actions += [Note("node_lost", "error", node.host), *self._fail(failure, now)]
-            elif self.stop_time is not None and node.phase != "lost":
-                if now - max(self.stop_time, node.since) > self.grace + STOP_MARGIN:
-                    node.sweeping = True
-                    actions += [Note("agent_stuck", "error", node.host), Sweep(node.host)]
+            elif self._overdue(node, now):
+                node.sweeping = True
+                actions += [Note("agent_stuck", "error", node.host), Sweep(node.host)]
         return actions
+
+    def _overdue(self, node: NodeState, now: float) -> bool:
+        if self.stop_time is None or node.phase == "lost":
+            return False
+        return now - max(self.stop_time, node.since) > self.grace + STOP_MARGIN
 
     def root_cause(self) -> Failure | None:
         """Return the first failure by time among those that were not our own doing.

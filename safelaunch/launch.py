@@ -88,7 +88,9 @@ def agent_config(
 class Link:
     """The line to one node's agent: a channel with a reader thread, renewed when it breaks."""
 
-    def __init__(self, host: str, session: Session, emit: Callable[[str, str, Any], None], interpreter: str) -> None:
+    def __init__(
+        self, host: str, session: Session, emit: Callable[[str, str, Any], None], interpreter: str
+    ) -> None:
         """Report through `emit(kind, host, value)`: kind is agent, lost."""
         self.host = host
         self.session = session
@@ -112,7 +114,9 @@ class Link:
             self._emit("lost", self.host, str(error) or "the connection broke")
             return
         self.last_heard = time.monotonic()
-        self._reader = threading.Thread(target=self._read, args=(channel,), name=f"link-{self.host}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(channel,), name=f"link-{self.host}", daemon=True
+        )
         self._reader.start()
 
     def attach(self, session: Session, run_id: str) -> None:
@@ -170,7 +174,9 @@ class Links:
         emit: Callable[[str, str, Any], None],
     ) -> None:
         """Use the sessions of the preflight; `emit(kind, host, value)` gets agent, lost, back and swept."""
-        self._links = {host: Link(host, session, emit, plan.interpreter) for host, session in sessions.items()}
+        self._links = {
+            host: Link(host, session, emit, plan.interpreter) for host, session in sessions.items()
+        }
         self._transport = transport
         self._plan = plan
         self._run_id = run_id
@@ -240,7 +246,9 @@ class Links:
 
     def _sweep(self, host: str) -> None:
         session = self._links[host].session
-        found = sweep(session, self._plan.interpreter, only=[self._run_id], kill=True, grace=self._plan.limits.grace)
+        found = sweep(
+            session, self._plan.interpreter, only=[self._run_id], kill=True, grace=self._plan.limits.grace
+        )
         if found is None:
             fresh = self._open(host, self._plan.limits.ssh_timeout)
             if fresh is not None:

@@ -168,7 +168,10 @@ class RunOutput:
         self._fold.flush()
         for first, ranks in self._fold.repeats.items():
             others = ", ".join(str(rank) for rank in sorted(set(ranks)))
-            self._err.feed(_OURS, f"safelaunch: the traceback of rank {first} was printed by rank {others} too\n".encode())
+            self._err.feed(
+                _OURS,
+                f"safelaunch: the traceback of rank {first} was printed by rank {others} too\n".encode(),
+            )
         self._out.flush(end_line=False)
         self._err.flush(end_line=True)
         for stream in self._files.values():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from safelaunch.plan import Limits
 
 _RECORDER_DEFAULT_ON = (2, 6)
-"""First torch whose flight recorder and dump on timeout are on by themselves (pull requests 142260, 143446)."""
+"""First torch whose flight recorder and dump on timeout are on (its pull requests 142260, 143446)."""
 
 
 def debug_settings(taken: Collection[str], torch_version: str | None, verbosity: int) -> list[Variable]:
@@ -24,7 +24,10 @@ def debug_settings(taken: Collection[str], torch_version: str | None, verbosity:
     wanted = {"PYTHONFAULTHANDLER": ("1", "Python stacks when a rank dies of a signal")}
     if _release(torch_version) < _RECORDER_DEFAULT_ON:
         wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = ("2000", "flight recorder, off by default in this torch")
-        wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = ("1", "keep the recorder's content when a collective times out")
+        wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = (
+            "1",
+            "keep the recorder's content when a collective times out",
+        )
     if verbosity >= 1:
         wanted["NCCL_DEBUG"] = ("INFO", "--verbose")
     if verbosity >= 2:

@@ -19,12 +19,22 @@ def make_job(offsets=None, grace=5.0, reconnect_grace=60.0):
         job.agent(host, {"event": "agent_started", "pid": 1, "time": 0}, 0)
         job.agent(host, {"event": "launcher_started", "pid": 2, "time": 0}, 0)
     for rank, host in enumerate("aabb"):
-        job.agent(host, {"event": "rank_started", "rank": rank, "local_rank": 0, "pid": 10 + rank, "time": 1}, 1)
+        job.agent(
+            host, {"event": "rank_started", "rank": rank, "local_rank": 0, "pid": 10 + rank, "time": 1}, 1
+        )
     return job
 
 
 def exited(rank, status=None, signal=None, time=2.0, **more):
-    return {"event": "rank_exited", "rank": rank, "pid": 10 + rank, "status": status, "signal": signal, "time": time, **more}
+    return {
+        "event": "rank_exited",
+        "rank": rank,
+        "pid": 10 + rank,
+        "status": status,
+        "signal": signal,
+        "time": time,
+        **more,
+    }
 
 
 def launcher_exited(status=0, signal=None, time=3.0):
@@ -80,10 +90,16 @@ def test_a_failing_rank_stops_all_nodes_at_once():
 
     assert stops(actions) == {"a": 5.0, "b": 5.0}
     finish(job)
-    result = verdict(job, {3: 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\nOSError: no\n'})
+    result = verdict(
+        job, {3: 'Traceback (most recent call last):\n  File "t.py", line 4, in <module>\nOSError: no\n'}
+    )
     assert result["exit_status"] == 3
     assert result["culprit"] == {
-        "ranks": [3], "hosts": ["b"], "reason": "rank_exited", "location": "t.py:4", "since": 2.0
+        "ranks": [3],
+        "hosts": ["b"],
+        "reason": "rank_exited",
+        "location": "t.py:4",
+        "since": 2.0,
     }
     assert result["summary"] == "rank 3 on b exited with status 3 at t.py:4: OSError: no"
 
@@ -283,7 +299,9 @@ def test_traceback_with_the_prefix_of_torch():
 def test_the_last_of_two_tracebacks_counts_and_a_cut_one_is_no_error():
     assert diagnose.last_traceback("nothing") is None
     assert diagnose.last_traceback("Traceback (most recent call last):").error == ""
-    double = TRACE + "\nDuring handling of the above exception, another exception occurred:\n\n" + TRACE.replace(
-        "shapes differ", "second"
+    double = (
+        TRACE
+        + "\nDuring handling of the above exception, another exception occurred:\n\n"
+        + TRACE.replace("shapes differ", "second")
     )
     assert diagnose.last_traceback(double).error == "RuntimeError: second"

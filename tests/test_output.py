@@ -102,7 +102,9 @@ def test_different_tracebacks_are_all_printed():
     assert not folder.repeats
 
 
-@given(st.lists(st.sampled_from([TRACE[:20], TRACE[20:50], TRACE[50:], b"x", b"x\n", b"\r", TRACE]), max_size=12))
+@given(
+    st.lists(st.sampled_from([TRACE[:20], TRACE[20:50], TRACE[50:], b"x", b"x\n", b"\r", TRACE]), max_size=12)
+)
 def test_nothing_of_a_single_rank_is_lost(pieces):
     folder, got = fold()
     for piece in pieces:

@@ -1,0 +1,251 @@
+"""The sub-commands that look at runs there already are: ps, stop, clean, explain."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from safelaunch import catalogue, documents, explain, hostfile, runs
+from safelaunch.launch import sweep
+from safelaunch.plan import Limits
+from safelaunch.transport import choose
+from safelaunch.transport.base import Unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from safelaunch.arguments import Invocation
+    from safelaunch.console import Console
+    from safelaunch.transport.base import Session
+
+STOP_WAIT = 30.0
+"""Seconds that `stop` waits beyond the run's grace for the launcher to end."""
+
+
+def ps(invocation: Invocation, console: Console) -> int:
+    """List live runs and those whose launcher died; with a run, its ranks."""
+    root = runs.root(os.environ)
+    if invocation.run is not None:
+        try:
+            rows = [_describe(runs.find(root, invocation.run), ranks=True)]
+        except runs.NoSuchRunError as error:
+            console.say(str(error), "bold red")
+            return catalogue.USAGE
+    else:
+        rows = [_describe(run) for run in runs.all_runs(root) if run.alive() or not run.document("outcome")]
+    if invocation.flags.get("json"):
+        print(json.dumps({"schema": "safelaunch.ps/1", "runs": rows}, indent=2))  # noqa: T201
+        return 0
+    if not rows:
+        console.say(f"no live run in {root}")
+    for row in rows:
+        print(f"{row['run_id']}  {row['state']}  {row['age_seconds']:.0f} s  {', '.join(row['hosts'])}")  # noqa: T201
+        for rank in row.get("ranks", []):
+            print(f"  rank {rank['rank']}  {rank['host']}  pid {rank['pid']}  {rank['state']}")  # noqa: T201
+    return 0
+
+
+def _describe(run: runs.Run, *, ranks: bool = False) -> dict[str, Any]:
+    plan, launcher, outcome = run.document("plan"), run.document("launcher"), run.document("outcome")
+    alive = run.alive()
+    state = "running" if alive else outcome.get("status", "launcher died")
+    row = {
+        "run_id": run.run_id,
+        "state": state,
+        "path": run.path,
+        "launcher": {"host": launcher.get("host"), "pid": launcher.get("pid")},
+        "hosts": [node["name"] for node in plan.get("nodes", [])],
+        "age_seconds": outcome.get("seconds") or time.time() - float(launcher.get("started", time.time())),
+    }
+    if ranks:
+        row["ranks"] = _ranks(run)
+    return row
+
+
+def _ranks(run: runs.Run) -> list[dict[str, Any]]:
+    """Rebuild the state of each rank from events.jsonl."""
+    ranks = {
+        rank: {"rank": rank, "host": node["name"], "pid": None, "state": "starting"}
+        for node in run.document("plan").get("nodes", [])
+        for rank in node["ranks"]
+    }
+    for event in run.events():
+        row = ranks.get(event.get("rank", -1))
+        if row is None:
+            continue
+        if event["event"] == "rank_started":
+            row.update(pid=event["pid"], state="running")
+        elif event["event"] == "rank_exited":
+            how = f"signal {event['signal']}" if event["signal"] else f"status {event['status']}"
+            row["state"] = f"exited, {how}"
+    return list(ranks.values())
+
+
+def stop(invocation: Invocation, console: Console) -> int:
+    """Ask a run's launcher to end it; where the launcher is dead, end what it left."""
+    try:
+        run = runs.find(runs.root(os.environ), invocation.run or "latest")
+    except runs.NoSuchRunError as error:
+        console.say(str(error), "bold red")
+        return catalogue.USAGE
+    launcher = run.document("launcher")
+    if not run.alive():
+        if run.document("outcome"):
+            console.say(f"{run.run_id} has ended already")
+            return 0
+        return _clean_runs([run], [node["name"] for node in run.document("plan").get("nodes", [])], console)
+    if launcher.get("host") != socket.gethostname():
+        host = launcher.get("host")
+        console.say(f"its launcher runs on {host}: ssh {host} safelaunch stop {run.run_id}")
+        return catalogue.PREFLIGHT
+    os.kill(int(launcher["pid"]), signal.SIGTERM)
+    grace = next((t["seconds"] for t in run.document("plan").get("timeouts", []) if t["name"] == "grace"), 0)
+    end = time.monotonic() + grace + STOP_WAIT
+    while run.alive():
+        if time.monotonic() > end:
+            console.say(f"{run.run_id} does not end; see {run.path}", "bold red")
+            return catalogue.PREFLIGHT
+        time.sleep(0.05)
+    console.say(f"{run.run_id}: {run.document('outcome').get('summary', 'ended')}")
+    return 0
+
+
+def clean(invocation: Invocation, console: Console) -> int:
+    """End what dead runs of this user left on the nodes."""
+    root = runs.root(os.environ)
+    dead = [run for run in runs.all_runs(root) if not run.alive() and not run.document("outcome")]
+    hosts: list[str] = []
+    path = invocation.deepspeed.get("hostfile")
+    if path:
+        try:
+            with open(path, "rb") as stream:
+                hosts = [host.name for host in hostfile.parse(stream.read(), path).hosts]
+        except OSError as error:
+            console.say(f"{path}: {error.strerror}", "bold red")
+            return catalogue.CONFIGURATION
+    else:
+        hosts = [node["name"] for run in dead for node in run.document("plan").get("nodes", [])]
+    if not hosts:
+        console.say(
+            "no dead run is known here; name the nodes with --hostfile F to look for runs of other machines"
+        )
+        return 0
+    return _clean_runs(
+        dead, list(dict.fromkeys(hosts)), console, dry_run=bool(invocation.flags.get("dry_run"))
+    )
+
+
+def _clean_runs(
+    dead: Sequence[runs.Run], hosts: Sequence[str], console: Console, *, dry_run: bool = False
+) -> int:
+    """Sweep hosts; a run that has a live launcher here, or an agent with a live connection, is left alone."""
+    plan = dead[-1].document("plan") if dead else {}
+    interpreter = plan.get("interpreter") or sys.executable
+    live = [run.run_id for run in runs.all_runs(runs.root(os.environ)) if run.alive()]
+    reached, unreached, survivors = set(), 0, 0
+
+    def one(session: Session) -> None:
+        nonlocal survivors
+        found = sweep(session, interpreter, spare=live)
+        if found is None:
+            console.say(f"{session.host}: its processes could not be listed", "bold red")
+            return
+        reached.add(session.host)
+        left = [row for row in found["found"] if row["run_id"] not in _connected(found["found"])]
+        for row in left:
+            verb = "would end" if dry_run else "ending"
+            console.say(f"{session.host}: {verb} pid {row['pid']} of {row['run_id']}: {row['command']}")
+        if left and not dry_run:
+            ids = sorted({row["run_id"] for row in left})
+            after = sweep(session, interpreter, only=ids, kill=True)
+            remaining = after["survivors"] if after is not None else [row["pid"] for row in left]
+            survivors += len(remaining)
+            if remaining:
+                console.say(f"{session.host}: still alive: {', '.join(map(str, remaining))}", "bold red")
+
+    opened: list[Session] = []
+    lock = threading.Lock()
+
+    def on_open(host: str, result: Session | Unreachable) -> None:
+        nonlocal unreached
+        with lock:
+            if isinstance(result, Unreachable):
+                unreached += 1
+                console.say(f"{host}: {result.code}: {result.observed}", "bold red")
+            else:
+                opened.append(result)
+
+    transport = choose.make(
+        plan.get("transport", "auto"),
+        list(hosts),
+        ssh_port=plan.get("ssh_port"),
+        fanout=Limits().fanout,
+        environ=os.environ,
+        home=os.path.expanduser("~"),
+    )
+    try:
+        transport.open(list(hosts), on_open, timeout=Limits().ssh_timeout)
+        with ThreadPoolExecutor(max_workers=Limits().fanout) as pool:
+            list(pool.map(one, opened))
+    finally:
+        transport.close()
+    if unreached or survivors or len(reached) != len(hosts):
+        return catalogue.PREFLIGHT
+    console.say(f"{'looked at' if dry_run else 'clean:'} {len(hosts)} node{'s' * (len(hosts) != 1)}")
+    if not dry_run:
+        for run in dead:
+            if {node["name"] for node in run.document("plan").get("nodes", [])} <= reached:
+                _write_dead_outcome(run)
+    return 0
+
+
+def _connected(found: Sequence[dict[str, Any]]) -> set[str]:
+    return {row["run_id"] for row in found if row.get("connected")}
+
+
+def _write_dead_outcome(run: runs.Run) -> None:
+    """Conclude a run whose launcher could not do it any more."""
+    started = float(run.document("launcher").get("started", time.time()))
+    verdict = {
+        "status": "interrupted",
+        "exit_status": 128 + signal.SIGKILL,
+        "summary": "safelaunch itself was killed; `safelaunch clean` made sure that nothing is left",
+        "culprit": None,
+        "first_failure": None,
+        "others": [],
+    }
+    document = documents.outcome_document(
+        verdict, run_id=run.run_id, started=started, ended=time.time(), job=None
+    )
+    run.write("outcome", document)
+
+
+def explain_code(invocation: Invocation, console: Console) -> int:
+    """Print the page of a finding."""
+    code = invocation.code or ""
+    page = explain.page(code)
+    if page is None:
+        near = difflib.get_close_matches(code, list(catalogue.CODES), n=3, cutoff=0.4)
+        console.say(
+            f"no finding is called {code!r}" + (f"; did you mean {', '.join(near)}?" if near else ""),
+            "bold red",
+        )
+        return catalogue.USAGE
+    print(page)  # noqa: T201
+    return 0
+
+
+TABLE: dict[str, Callable[[Invocation, Console], int]] = {
+    "ps": ps,
+    "stop": stop,
+    "clean": clean,
+    "explain": explain_code,
+}
