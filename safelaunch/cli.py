@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from safelaunch import __version__, arguments, catalogue
 from safelaunch.console import Console
 from safelaunch.diagnose import INTERNAL
+from safelaunch.own_argv import hide_values
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 def run() -> None:
     """Entry point of the console script; the only sys.exit."""
+    hide_values(sys.argv[1:])
     sys.exit(main(sys.argv[1:]))
 
 
