@@ -52,6 +52,7 @@ class SshChannel:
         self._drop = drop
         self._tail = Tail()
         self._draining = threading.Lock()
+        self._sending = threading.Lock()
         self._rung = threading.Condition()
         self._bell = _Bell(self._rung)
         channel.in_buffer.set_event(self._bell)
@@ -69,11 +70,12 @@ class SshChannel:
     def send(self, data: bytes) -> None:
         sent = 0
         try:
-            while sent < len(data):
-                taken = self._channel.send(data[sent : sent + CHUNK])
-                if not taken:
-                    break
-                sent += taken
+            with self._sending:
+                while sent < len(data):
+                    taken = self._channel.send(data[sent : sent + CHUNK])
+                    if not taken:
+                        break
+                    sent += taken
         except BROKEN as error:
             raise ChannelLostError(str(error) or "the connection is gone") from error
         # paramiko drops what is sent on a dead connection without a word.

@@ -280,10 +280,8 @@ class Dialler:
     def _settle(self, attempt: _Attempt) -> None:
         """All addresses have failed: dial again if the server only turned us away, else report the worst."""
         if attempt.drops and not any(failure.kind == "not_ssh" for failure in attempt.failures):
-            # Jitter, so that what collided does not collide again.
-            pause = min(2.0, 0.1 * 2 ** min(attempt.drops, 5)) * random.uniform(0.5, 1.5)  # noqa: S311 (no secret)
             attempt.failures.clear()
-            self._at(time.monotonic() + pause, lambda: self._again(attempt))
+            self._at(time.monotonic() + pause_after(attempt.drops), lambda: self._again(attempt))
             return
         self._finish(attempt, _most_telling(attempt.failures))
 
@@ -327,6 +325,11 @@ class Dialler:
     def _hang_up(self, attempt: _Attempt) -> None:
         for sock in list(attempt.open):
             self._drop(attempt, sock)
+
+
+def pause_after(drops: int) -> float:
+    """Return how many seconds to wait when turned away; random, so that what collided does not again."""
+    return float(min(2.0, 0.1 * 2 ** min(drops, 5))) * random.uniform(0.5, 1.5)  # noqa: S311 (no secret)
 
 
 class _Names:

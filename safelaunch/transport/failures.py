@@ -6,7 +6,7 @@ Both `ssh` transports end here, so that a fault reads the same whichever of them
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from safelaunch.transport.base import Remark, Unreachable
 
@@ -64,6 +64,15 @@ _DIALLING = {
 }
 
 
+class Shown(Protocol):
+    """A host key that a server showed."""
+
+    @property
+    def algorithm(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
 def unsafe_name(host: str, seconds: float) -> Unreachable:
     return Unreachable(
         host=host,
@@ -103,7 +112,7 @@ def got_through(target: Target, drops: int) -> Remark:
     )
 
 
-def host_key_unknown(target: Target, offered: HostKey | None, known: Known, seconds: float) -> Unreachable:
+def host_key_unknown(target: Target, offered: Shown | None, known: Known, seconds: float) -> Unreachable:
     """`offered` is the key that the host showed, or None where it could not be seen."""
     shown = f"its {offered.algorithm} key {offered.fingerprint}" if offered else "its key"
     others = ", ".join(f"{key.algorithm} ({key.place})" for key in known.keys)
@@ -119,7 +128,7 @@ def host_key_unknown(target: Target, offered: HostKey | None, known: Known, seco
     )
 
 
-def host_key_accepted(target: Target, offered: HostKey) -> Remark:
+def host_key_accepted(target: Target, offered: Shown) -> Remark:
     """Say that the user's own settings let an unknown key through."""
     return Remark(
         code="ssh.host_key_unknown",
@@ -145,7 +154,7 @@ def host_key_changed(target: Target, offered: str, known: Sequence[HostKey], sec
     )
 
 
-def host_key_revoked(target: Target, offered: HostKey, place: str, seconds: float) -> Unreachable:
+def host_key_revoked(target: Target, offered: Shown, place: str, seconds: float) -> Unreachable:
     return _unreachable(
         target,
         "ssh.host_key_changed",
@@ -285,7 +294,7 @@ def no_ssh_program(target: Target, because: str, seconds: float) -> Unreachable:
     )
 
 
-def keyscan(target: Target, offered: HostKey | None) -> str:
+def keyscan(target: Target, offered: Shown | None) -> str:
     """Return the command that adds the host's keys to the user's known_hosts."""
     file = target.known_hosts[0] if target.known_hosts else "~/.ssh/known_hosts"
     kind = f"-t {_scan_type(offered.algorithm)} " if offered else ""

@@ -11,7 +11,7 @@ import queue
 import resource
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safelaunch.transport import failures
 from safelaunch.transport.base import Unreachable
@@ -35,7 +35,7 @@ _FILES_BESIDE = 256
 
 
 class SshTransport:
-    """See `base.Transport`; `needs_openssh` gets the hosts that only the `ssh` program can log in to."""
+    """See `base.Transport`."""
 
     name = "ssh"
 
@@ -45,12 +45,10 @@ class SshTransport:
         *,
         ssh_port: int | None = None,
         fanout: int = 64,
-        needs_openssh: Callable[[str, str], None] | None = None,
     ) -> None:
         self._config = config
         self._port = ssh_port
         self._fanout = fanout
-        self._needs_openssh = needs_openssh
         self._known_hosts = KnownHosts()
         self._watchdog = Watchdog()
         self._lock = threading.Lock()
@@ -58,8 +56,16 @@ class SshTransport:
         self._shared: tuple[Handshake, KeyRing] | None = None
         self._closed = False
 
-    def open(self, hosts: Sequence[str], on_open: OnOpen, *, timeout: float) -> None:
-        _Round(self, dict.fromkeys(hosts), on_open, timeout).run()
+    def open(
+        self,
+        hosts: Sequence[str],
+        on_open: OnOpen,
+        *,
+        timeout: float,
+        hand_over: Callable[[str], None] | None = None,
+    ) -> None:
+        """Open all hosts at once; `hand_over` gets those that only the `ssh` program can log in to."""
+        _Round(self, dict.fromkeys(hosts), on_open, timeout, hand_over).run()
 
     def close(self) -> None:
         with self._lock:
@@ -99,24 +105,23 @@ class SshTransport:
     def fanout(self) -> int:
         return self._fanout
 
-    def hand_over(self, host: str, because: str) -> bool:
-        """Pass a host on to the `ssh` program; False if nobody takes it."""
-        if self._needs_openssh is None:
-            return False
-        self._needs_openssh(host, because)
-        return True
-
 
 class _Round:
     """One call of `open`."""
 
     def __init__(
-        self, transport: SshTransport, hosts: Mapping[str, Any], on_open: OnOpen, timeout: float
+        self,
+        transport: SshTransport,
+        hosts: Mapping[str, None],
+        on_open: OnOpen,
+        timeout: float,
+        hand_over: Callable[[str], None] | None,
     ) -> None:
         self._transport = transport
         self._hosts = hosts
         self._on_open = on_open
         self._timeout = timeout
+        self._hand_over_to = hand_over
         self._started = time.monotonic()
         self._targets: dict[str, Target] = {}
         self._ready: queue.SimpleQueue[tuple[Target, Dialled] | None] = queue.SimpleQueue()
@@ -199,7 +204,8 @@ class _Round:
                 self._report(target.name, result)
 
     def _hand_over(self, target: Target, because: str) -> None:
-        if self._transport.hand_over(target.name, because):
+        if self._hand_over_to is not None:
+            self._hand_over_to(target.name)
             self._decided(target.name)
         else:
             detail = f"only the ssh program can log in: {because}; use --transport openssh"
