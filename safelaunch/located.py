@@ -90,7 +90,9 @@ def read(text: str) -> Document:
         value = reader.decode(text)
     except hjson_decoder.HjsonDecodeError as error:
         reason = next((plain for start, plain in _REASONS if error.msg.startswith(start)), str(error.msg))
-        raise UnreadableError(reason, places.at(error.pos)) from error
+        # Of a control character hjson tells the place behind it.
+        offset = error.pos - error.msg.startswith("Invalid control character")
+        raise UnreadableError(reason, places.at(offset)) from error
     except RecursionError as error:
         raise UnreadableError("objects or lists are nested too deeply", places.at(reader.last)) from error
     except IndexError as error:

@@ -49,7 +49,7 @@ class Batch:
 
 def check(view: View) -> tuple[list[Finding], list[str]]:
     """Judge the batch sizes; also returns the keys among them that hold placeholders."""
-    if view.is_on("elasticity", "enabled"):
+    if view.is_true("elasticity", "enabled"):
         # Up to 0.19.7 elasticity replaces all three sizes; later it is refused by itself.
         return [], []
     values = {name: _size(view, name) for name in (TRAIN, MICRO, STEPS)}

@@ -92,7 +92,7 @@ def _nested(view: View, table_path: KeyPath, path: KeyPath, item: Any, result: R
 
 
 def _not_an_object(view: View, block: Block, path: KeyPath, value: Any) -> Finding | None:
-    if value is None and block.optional:
+    if value is None and block.optional and _null_is_absent(view, path):
         return None
     if path == ("expert_parallel",) and not value:
         return None
@@ -105,14 +105,29 @@ def _not_an_object(view: View, block: Block, path: KeyPath, value: Any) -> Findi
             why="DeepSpeed takes true for stage 1 and ignores every other ZeRO setting",
             fix=f'write "zero_optimization": {{"stage": {int(value)}}}',
         )
+    stops = _is_read(view, path, value)
     return view.finding(
         _code(path),
-        Severity.ERROR,
+        Severity.ERROR if stops else Severity.WARNING,
         path,
         observed=f'"{dotted(path)}" is {shown(value)}',
-        why="DeepSpeed needs an object here and stops",
+        why="DeepSpeed needs an object here" + (" and stops" if stops else ""),
         fix=f'write "{dotted(path[-1:])}": {{...}}, or remove it',
     )
+
+
+def _null_is_absent(view: View, path: KeyPath) -> bool:
+    """Tell whether null stands for absent in a block that is optional by its table: bf16 differs."""
+    return path != ("bfloat16",) and (path != ("bf16",) or view.version >= (0, 17, 1))
+
+
+def _is_read(view: View, path: KeyPath, value: Any) -> bool:
+    """Tell whether DeepSpeed reads a part of the config with the rest, so that it stops at a wrong value."""
+    if path == ("timers",):
+        return not isinstance(value, (str, list))
+    if path[:2] == ("optimizer", "params"):
+        return isinstance(view.get("optimizer", "type"), str)
+    return path != ("scheduler", "params")
 
 
 def _value(view: View, block: Block, key: Key, path: KeyPath, item: Any, result: Result) -> None:
@@ -126,7 +141,7 @@ def _value(view: View, block: Block, key: Key, path: KeyPath, item: Any, result:
     if is_placeholder(item, refused=True):
         result.placeholders.append(path)
         return
-    stops = refuses or key.refused
+    stops = refuses or (key.refused and _is_read(view, path, item))
     finding = view.finding(
         _code(path),
         Severity.ERROR if stops else Severity.WARNING,
@@ -150,9 +165,7 @@ def _unlisted(view: View, block: Block, path: KeyPath, item: Any) -> list[Findin
     coming = [key.since for key in others if key.since is not None and key.since > view.version]
     if dropped and not coming:
         return [_removed(view, block, path, dropped[-1])]
-    if block.is_open or (
-        not block.refuses(view.version) and path[-1].lstrip("/#").startswith(("_", "comment"))
-    ):
+    if block.is_open or (not block.refuses(view.version) and _is_note(path[-1])):
         return []
     # A model of DeepSpeed drops "auto" values before it looks at the names.
     stops = block.refuses(view.version) and not view.newer and item != "auto"
@@ -175,6 +188,12 @@ def _unlisted(view: View, block: Block, path: KeyPath, item: Any) -> list[Findin
             fix=fix,
         )
     ]
+
+
+def _is_note(name: str) -> bool:
+    """Tell whether a key is somebody's note to himself: `_comment`, `//`, `#`."""
+    plain = name.lstrip("/#")
+    return not plain or plain.startswith(("_", "comment"))
 
 
 def _removed(view: View, block: Block, path: KeyPath, key: Key) -> Finding:

@@ -29,7 +29,7 @@ _HIGHLY_COMPOSITE = (
 
 def check(view: View) -> list[Finding]:
     """Judge an enabled elasticity block; on later releases the block itself is refused (see `blocks`)."""
-    if view.version > LAST_WITH_ELASTICITY or not view.is_on("elasticity", "enabled"):
+    if view.version > LAST_WITH_ELASTICITY or not view.is_true("elasticity", "enabled"):
         return []
     problem = _wrong(view)
     if problem is not None:

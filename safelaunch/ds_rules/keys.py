@@ -60,7 +60,7 @@ tensor_parallel                     {}          since=0.16.4
 expert_parallel                     {}          since=0.19.2
 sequence_parallel_size              int         since=0.15.0
 data_parallel_size                  int         since=0.15.0
-vocabulary_size                     int
+vocabulary_size                     countable   refused
 nebula                              any         until=0.19.6 gone=refused
 compression_training                any         until=0.19.6 gone=refused
 quantize_training                   any         until=0.19.6 gone=refused
@@ -185,7 +185,7 @@ bf16_optimizer_states               bool        since=0.18.3
 [torch_autocast]
 enabled                             bool
 dtype                               torch_type  refused
-lower_precision_safe_modules        names?
+lower_precision_safe_modules        names       refused
 
 [data_types]
 grad_accum_dtype                    any
@@ -202,7 +202,7 @@ legacy_fusion                       bool
 lr                                  float
 weight_decay                        float
 eps                                 float
-max_grad_norm                       float       refused
+max_grad_norm                       comparable  refused
 
 [scheduler]
 type                                str?
@@ -279,7 +279,7 @@ tuner_type                          str
 tuner_early_stopping                int
 tuner_num_trials                    int
 arg_mappings                        dict?
-model_info                          dict?
+model_info                          dict?       refused
 model_info_path                     str?
 mp_size                             int
 max_train_batch_size                int?

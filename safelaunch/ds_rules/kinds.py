@@ -71,6 +71,11 @@ def _is_interval(value: Any) -> bool:
     return value == "auto" if isinstance(value, str) else _converted(int, value) is not _REFUSED
 
 
+def _holds_text_only(value: Any) -> bool:
+    """Tell whether going through a value meets text only; DeepSpeed takes whatever can be gone through."""
+    return isinstance(value, (str, list, dict)) and all(isinstance(item, str) for item in value)
+
+
 def _is_name_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -90,13 +95,15 @@ KINDS: dict[str, Kind] = {
     "dict": Kind("an object", dict[str, Any]),
     "list": Kind("a list", list[Any]),
     "words": Kind("a list of names", list[str] | str),
-    "names": Kind("a list of names", test=_is_name_list),
+    "names": Kind("a list of names", test=_holds_text_only),
     "stage": Kind("0, 1, 2 or 3", Stage),
     "interval": Kind('a whole number or "auto"', test=_is_interval),
     "loss_scale": Kind("a number of at least 0 (0 scales by itself)", test=_is_loss_scale),
     "plain_int": Kind("a whole number", test=_is_plain_int),
     # `a | b` with a boolean: DeepSpeed joins wall_clock_breakdown and flops_profiler.enabled so.
     "flag": Kind("true or false", test=lambda value: isinstance(value, int)),
+    "comparable": Kind("a number", test=lambda value: isinstance(value, (int, float))),
+    "countable": Kind("a whole number", test=lambda value: not value or isinstance(value, (int, float))),
     "true_false": Kind("true or false", test=lambda value: value in (True, False)),
     "filled": Kind("not empty", test=bool),
     "data_type": Kind(

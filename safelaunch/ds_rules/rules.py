@@ -58,10 +58,9 @@ def _warning(view: View, code: str, path: tuple[str, ...], observed: str, why: s
 
 def _enabled(view: View, block: str) -> bool:
     """Tell whether fp16 or bf16 is on; before they were models, any non-empty text was taken for true."""
-    value = view.known(block, "enabled")
-    if view.version < _PRECISION_MODELS:
-        return value is not MISSING and bool(value) and not is_placeholder(value, refused=True)
-    return kinds.as_bool(value) is True
+    if view.version >= _PRECISION_MODELS:
+        return view.is_on(block, "enabled")
+    return view.is_true(block, "enabled") and not is_placeholder(view.get(block, "enabled"), refused=True)
 
 
 def _bf16(view: View) -> str:
@@ -263,7 +262,7 @@ def _data_efficiency(view: View) -> Iterator[Finding]:
     base = ("data_efficiency", "data_sampling")
     for block, key in (("curriculum_learning", "curriculum_metrics"), ("dynamic_batching", "max_tokens")):
         path = (*base, block)
-        if view.is_on(*path, "enabled") and view.get(*path, key) is MISSING:
+        if view.is_true(*path, "enabled") and view.get(*path, key) is MISSING:
             yield _error(
                 view,
                 "config.value",

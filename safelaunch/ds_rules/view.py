@@ -55,9 +55,14 @@ class View:
         return MISSING if is_open(value) else value
 
     def is_on(self, *path: str) -> bool:
-        """Tell whether a value that is known is taken for true."""
+        """Tell whether a value that is known is true to a model's boolean field."""
         value = self.known(*path)
         return value is not MISSING and kinds.as_bool(value) is True
+
+    def is_true(self, *path: str) -> bool:
+        """Tell whether a value that is known is true to Python, as in blocks without a model."""
+        value = self.known(*path)
+        return value is not MISSING and bool(value)
 
     def stage(self) -> int | None:
         """Return the ZeRO stage; None where it is not known yet or wrong."""
