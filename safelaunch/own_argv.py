@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,6 @@ def hide_values(arguments: Sequence[str]) -> None:
 
 
 def _values(arguments: Sequence[str]) -> list[str]:
-    given = [after for before, after in zip(arguments, arguments[1:], strict=False) if before == "--env"]
+    given = [after for before, after in pairwise(arguments) if before == "--env"]
     given += [argument.partition("=")[2] for argument in arguments if argument.startswith("--env=")]
     return [value.partition("=")[2] for value in given]
