@@ -173,7 +173,7 @@ def too_few(cluster: Cluster) -> Iterator[Finding]:
                 severity=ERROR,
                 hosts=(node.name,),
                 where=node.where,
-                observed=f"the plan uses device {max(node.slots)}; the node has {number(found, 'GPU')}, from 0",
+                observed=f"device {max(node.slots)} is planned; the node has {number(found, 'GPU')}, from 0",
                 why="A rank would fail with 'invalid device ordinal', and all others wait for it.",
                 fix=f"in {cluster.plan.hostfile or 'the hostfile'}: {node.name} slots={found}",
             )

@@ -59,8 +59,8 @@ def duplicate(cluster: Cluster) -> Iterator[Finding]:
                 severity=ERROR,
                 hosts=hosts,
                 observed=f"{fold(hosts)} have the same {name} {value}, but are not one machine",
-                why="They are clones, or containers of one machine. NCCL takes ranks with one boot id and host"
-                " name for neighbours in one memory and waits for ever; other tools mix up machines by their id.",
+                why="They are clones, or containers of one machine. NCCL takes ranks of one boot id and host"
+                " name for neighbours in one memory and waits for ever; other tools mix up machines by id.",
                 fix=fix,
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from safelaunch.checks import gpus
-from safelaunch.checks.base import ERROR, WARNING, Check, fold, groups
+from safelaunch.checks.base import ERROR, NOT_CHECKED, WARNING, Check, fold, groups
 from safelaunch.facts import ip, is_loopback
 from safelaunch.findings import Finding
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CANDIDATES = 16
 """Addresses of node 0 that are tried, at most: a container host may have hundreds."""
+NEIGHBOURS = 8
+"""Names of other nodes that each node looks up: all pairs of a large cluster would flood its name servers."""
 
 
 def own_name_loopback(cluster: Cluster) -> Iterator[Finding]:
@@ -23,8 +25,11 @@ def own_name_loopback(cluster: Cluster) -> Iterator[Finding]:
     if len(cluster.plan.nodes) < 2:
         return
     for host, node in cluster.nodes.items():
-        own = node["names"]["own"]
+        own = node["own_name"]
         first = (own["addresses"] or [None])[0]
+        if own["late"]:
+            yield _late("net.own_name_loopback", host, [own["name"]])
+            continue
         if first is not None and not is_loopback(first):
             continue
         interface = _interface(node)
@@ -45,6 +50,17 @@ def own_name_loopback(cluster: Cluster) -> Iterator[Finding]:
         )
 
 
+def _late(code: str, host: str, names: Sequence[str]) -> Finding:
+    return Finding(
+        code=code,
+        severity=NOT_CHECKED,
+        hosts=(host,),
+        observed=f"no name server answered for {fold(names)} in time",
+        why="Name servers that are slow or lose questions hold up each connection that goes by name.",
+        fix=f"on the node: time getent ahosts {names[0]}; cat /etc/resolv.conf",
+    )
+
+
 def _interface(node: NodeFacts) -> str:
     """Return the interface that carries the address we reached, else the first that could."""
     rows = [row for row in node["addresses"] if row["up"] and not is_loopback(row["address"])]
@@ -61,8 +77,10 @@ def name_resolution(cluster: Cluster) -> Iterator[Finding]:
     """Report names of nodes that some node does not know, or knows by another address than the rest."""
     views: dict[str, dict[str, tuple[str, ...] | None]] = {}
     for host, node in cluster.nodes.items():
-        for name, addresses in node["names"]["peers"].items():
+        for name, addresses in node["peers"]["results"].items():
             views.setdefault(name, {})[host] = None if addresses is None else tuple(addresses)
+        if node["peers"]["late"]:
+            yield _late("net.name_resolution", host, node["peers"]["late"])
     faults: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, view in views.items():
         for fault, hosts in _faults(cluster, name, view):
@@ -83,7 +101,7 @@ def _faults(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield what is wrong with a name, and where; how a node sees its own name is another check's matter."""
     real = {host: a for host, a in view.items() if a and not is_loopback(a[0])}
-    # A name that nobody knows is an alias of the user's ssh configuration: no rank will use it.
+    # A name that nobody else knows is one of the user's ssh configuration: no rank will use it.
     if real or name == cluster.plan.master_addr:
         unknown = tuple(host for host, addresses in view.items() if addresses is None and host != name)
         if unknown:
@@ -101,11 +119,50 @@ def _faults(
             )
 
 
+def names_to_resolve(cluster: Cluster) -> dict[str, list[str]]:
+    """Return for each node the names that it should look up: some of its peers', its own, the master address.
+
+    A hostfile name that is not the node's own name is one of the user's ssh configuration, or of an interface
+    that only ssh uses; ranks never see it.
+    """
+    own = {
+        host: str(node["own_name"]["name"])
+        for host, node in cluster.nodes.items()
+        if "own_name" in node.facts
+    }
+    real = [host for host, name in own.items() if _label(host) == _label(name)]
+    master = cluster.plan.master_addr
+    extra = [master] if master is not None and ip(master) is None else []
+    if len(cluster.plan.nodes) < 2:
+        return {host: [] for host in cluster.nodes}
+    wanted = {}
+    for index, host in enumerate(cluster.nodes):
+        place = real.index(host) if host in real else index
+        around = [real[(place + step) % len(real)] for step in range(min(NEIGHBOURS + 1, len(real)))]
+        wanted[host] = list(dict.fromkeys([*extra, *around]))
+    return wanted
+
+
+def _label(name: str) -> str:
+    return name.partition(".")[0].lower()
+
+
 def port_busy(cluster: Cluster) -> Iterator[Finding]:
     """Report a master port that can't be had on node 0."""
     master = cluster.master
-    port = None if master is None else master.facts.get("port")
-    if master is None or port is None or "error" not in port:
+    if master is None:
+        return
+    if "port" in master.errors:
+        yield Finding(
+            code="port.busy",
+            severity=NOT_CHECKED,
+            hosts=(master.host,),
+            observed=f"whether the master port is free: {master.errors['port']}",
+            why="Rank 0 could not listen on a port that is taken.",
+            fix="on the node: ss -ltnp",
+        )
+    port = master.facts.get("port", {})
+    if "error" not in port:
         return
     holder = port["holder"]
     if holder and holder["pid"]:
@@ -209,8 +266,10 @@ def _addresses(node: NodeFacts | None) -> Sequence[Mapping[str, Any]]:
 
 
 CHECKS = (
-    Check(("net.own_name_loopback",), own_name_loopback, facts=("names", "addresses", "environment", "gpus")),
-    Check(("net.name_resolution",), name_resolution, facts=("names",)),
+    Check(
+        ("net.own_name_loopback",), own_name_loopback, facts=("own_name", "addresses", "environment", "gpus")
+    ),
+    Check(("net.name_resolution",), name_resolution, facts=("peers",)),
     Check(("port.busy",), port_busy),
     Check(("net.master_unreachable",), master_unreachable, facts=("dial",)),
 )

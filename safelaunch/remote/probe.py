@@ -25,6 +25,8 @@ GATHER_SECONDS = 0.003
 """Facts found this close together go out in one write: each packet costs the launching side CPU."""
 OUTPUT_KEPT = 16_384
 """Bytes of a tool's output that are kept."""
+NAME_SECONDS = 3.0
+"""For all names together: a lost question to a name server is repeated only after five seconds."""
 FIRST_FREE_PORT = 29_501
 """Where the search for a free port begins: behind 29500, the default of DeepSpeed and torch."""
 
@@ -144,13 +146,25 @@ class Node:
         """Return the processes of this node."""
         return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
-    def resolve(self, name: str) -> list[str] | None:
-        """Return a name's addresses in the order in which programs try them; None for an unknown name."""
-        try:
-            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return None
-        return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+    def resolve(self, names: Sequence[str]) -> tuple[dict[str, list[str] | None], list[str]]:
+        """Return the addresses of names, None for an unknown name, and the names that got no answer.
+
+        One after the other: all nodes ask the same name servers at this moment.
+        """
+        found: dict[str, list[str] | None] = {}
+
+        def look_up() -> None:
+            for name in names:
+                try:
+                    rows = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+                except (OSError, UnicodeError):
+                    found[name] = None
+                else:
+                    found[name] = list(dict.fromkeys(str(row[4][0]) for row in rows))
+
+        self.together([look_up], NAME_SECONDS)
+        known = dict(found)
+        return known, [name for name in names if name not in known]
 
 
 class Listeners:
@@ -373,7 +387,8 @@ class Probe:
         return {"results": [result for result in self._node.together(calls, timeout + 1) if result]}
 
     def do_resolve(self, command: dict[str, Any]) -> dict[str, Any]:
-        return {"results": {name: self._node.resolve(name) for name in command["names"]}}
+        found, late = self._node.resolve(command["names"])
+        return {"results": found, "late": late}
 
     def leave(self) -> None:
         """End at once, whatever threads are stuck, and take started programs along."""

@@ -64,11 +64,11 @@ def addresses(node: Node) -> list[dict[str, Any]]:
     return found
 
 
-def names(node: Node) -> dict[str, Any]:
-    """Return {own: {name, addresses}, peers: {name: addresses}}; addresses are None for an unknown name."""
+def own_name(node: Node) -> dict[str, Any]:
+    """Return {name, addresses, late}: how the node resolves its own host name; addresses None if unknown."""
     own = os.uname().nodename
-    peers = {name: node.resolve(name) for name in node.config.get("names", ())}
-    return {"own": {"name": own, "addresses": node.resolve(own)}, "peers": peers}
+    found, late = node.resolve([own])
+    return {"name": own, "addresses": found.get(own), "late": bool(late)}
 
 
 def shm(_node: Node) -> dict[str, int]:
@@ -208,4 +208,4 @@ def amd_gpus(node: Node) -> int:
     return sum((node.word("%s/%s/gpu_id" % (root, name)) or "0") != "0" for name in names)
 
 
-COLLECTORS = (host, environment, addresses, names, shm, processes, storage, gpus)
+COLLECTORS = (host, environment, addresses, own_name, shm, processes, storage, gpus)
