@@ -51,7 +51,10 @@ def run(cluster: Cluster, checks: Sequence[Check] = CHECKS) -> list[Finding]:
                 broken.setdefault(finding.code, set()).update(finding.hosts)
         found += [*blind, *seen]
     order = list(Severity)
-    result = override(merge(found, list(cluster.hosts)), cluster.plan.checks)
+    merged = merge(found, list(cluster.hosts))
+    # No setting makes a job start on a node that is not there.
+    lost = [finding for finding in merged if cluster.unreachable.keys() & set(finding.hosts)]
+    result = [*lost, *override((f for f in merged if f not in lost), cluster.plan.checks)]
     return sorted(result, key=lambda finding: order.index(finding.severity))
 
 
