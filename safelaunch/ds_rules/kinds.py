@@ -190,6 +190,8 @@ def _converted(kind: Any, value: Any, mode: Mode = "pydantic 2") -> Any:
             return value
         if isinstance(value, bool) and kind in (int, float):
             return _REFUSED
+    if mode == "pydantic 1" and kind is Stage and isinstance(value, str):
+        return _REFUSED
     try:
         return _adapter(kind).validate_python(value, strict=mode == "as written")
     except ValidationError as error:

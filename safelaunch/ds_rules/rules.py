@@ -9,8 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
-from safelaunch.ds_rules import kinds
-from safelaunch.ds_rules.tables import PYDANTIC_2, show
+from safelaunch.ds_rules import kinds, tables
 from safelaunch.ds_rules.view import MISSING, View, dotted, is_open, is_placeholder, shown
 from safelaunch.findings import Finding, Severity
 
@@ -97,7 +96,7 @@ def _master_weights(view: View) -> Iterator[Finding]:
                 "config.precision",
                 path,
                 f'"{dotted(path)}" is on with ZeRO stage {stage}',
-                f"DeepSpeed {show(view.version)} supports it with stage {', '.join(map(str, stages))} only",
+                f"DeepSpeed {tables.show(view.version)} stops: it needs stage {', '.join(map(str, stages))}",
                 f'set "{path[1]}": false, or "{ZERO}": {{"stage": 2}}',
             )
     states, master = ("bf16", "bf16_optimizer_states"), ("bf16", "bf16_master_weights_and_grads")
@@ -137,7 +136,7 @@ def _zero(view: View) -> Iterator[Finding]:
     if stage is None:
         return
     ratio = kinds.as_float(view.known(ZERO, "offload_optimizer", "ratio"))
-    if view.version >= PYDANTIC_2 and ratio is not None and 0 <= ratio < 1 and stage != 3:
+    if view.version >= tables.PYDANTIC_2 and ratio is not None and 0 <= ratio < 1 and stage != 3:
         yield _error(
             view,
             "config.offload",
@@ -261,6 +260,8 @@ def _unknown_name(view: View, path: tuple[str, str], name: str, known: set[str])
 def _data_efficiency(view: View) -> Iterator[Finding]:
     base = ("data_efficiency", "data_sampling")
     for block, key in (("curriculum_learning", "curriculum_metrics"), ("dynamic_batching", "max_tokens")):
+        if block not in tables.blocks()[base].in_version(view.version):
+            continue
         path = (*base, block)
         if view.is_true(*path, "enabled") and view.get(*path, key) is MISSING:
             yield _error(
