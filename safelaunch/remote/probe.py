@@ -176,7 +176,7 @@ class Listeners:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._open: list[socket.socket] = []
+        self._open: list[tuple[socket.socket, threading.Thread]] = []
         self._reserved: dict[int, socket.socket] = {}
 
     def listen(self, port: int, token: str) -> int:
@@ -189,15 +189,19 @@ class Listeners:
             except OSError as failure:
                 error = failure
             else:
-                self._open.append(listener)
-                threading.Thread(target=self._greet, args=(listener, token.encode()), daemon=True).start()
+                thread = threading.Thread(target=self._greet, args=(listener, token.encode()), daemon=True)
+                thread.start()
+                self._open.append((listener, thread))
                 return number
         raise error
 
     def close(self) -> None:
         """Close all listeners."""
         while self._open:
-            self._open.pop().close()
+            listener, thread = self._open.pop()
+            listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which would hold the port beyond `close`
+            thread.join(1)
+            listener.close()
 
     def _candidates(self) -> list[int]:
         """Return ports that the kernel gives to nobody by itself (tcp(7): ip_local_port_range)."""

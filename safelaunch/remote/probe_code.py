@@ -36,7 +36,7 @@ def paths(node: Node) -> dict[str, Any]:
         "interpreter": look(locate(node, node.config["interpreter"]), os.X_OK),
         "cwd": look(node.cwd, os.X_OK),
     }
-    if found["cwd"]["state"] == "ok" and not os.path.isdir(node.cwd):
+    if os.path.exists(node.cwd) and not os.path.isdir(node.cwd):
         found["cwd"]["state"] = "not_a_directory"
     if venv:
         found["venv_script"] = look(node.path(venv), os.R_OK)

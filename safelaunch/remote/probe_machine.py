@@ -72,7 +72,7 @@ def own_name(node: Node) -> dict[str, Any]:
 
 
 def shm(_node: Node) -> dict[str, int]:
-    return space("/dev/shm")
+    return space("/dev/shm")  # noqa: S108 - looked at, not written to
 
 
 def space(path: str) -> dict[str, int]:
@@ -85,7 +85,7 @@ def storage(node: Node) -> list[dict[str, Any]]:
 
     `at` is the part of the path that exists.
     """
-    temporary = node.setting("TMPDIR") or "/tmp"
+    temporary = node.setting("TMPDIR") or "/tmp"  # noqa: S108 - looked at, not written to
     wanted = [
         ("temporary files", temporary),
         (
