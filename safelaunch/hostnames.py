@@ -27,6 +27,7 @@ PATTERN = re.compile(
 """`n[1-4,7]` and the like, `user@` in front or not; steps are written `n[0-8/2]`."""
 _FOLDABLE = re.compile(r"[A-Za-z0-9._-]+")
 _LOOPBACK = re.compile(r"localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|.*\.localhost")
+_SPOKEN = {" ": "a blank", "\t": "a tab", "`": "a backtick"}
 BRACKET = "pdsh would expand the bracket, and ssh resolves no address in brackets"
 """Why a bracket can't stand in a name."""
 _WHY = {
@@ -152,10 +153,10 @@ def describe(character: str) -> str:
     """Name a character so that also one that can't be seen is found."""
     if "\udc80" <= character <= "\udcff":
         return f"byte 0x{ord(character) - 0xDC00:02x}, which is not UTF-8,"
+    if character in _SPOKEN:
+        return _SPOKEN[character]
     if " " < character < "\x7f":
         return f"`{character}`"
-    if character == " ":
-        return "a blank"
     return f"U+{ord(character):04X} {unicodedata.name(character, '')}".rstrip()
 
 
