@@ -1,4 +1,4 @@
-"""Writes the tables of this folder that repeat what the code says; tests/test_docs.py compares them.
+"""Writes the tables of the documentation that repeat the code; tests/test_docs.py compares them.
 
 Run it from the source's root: python docs/reference/generate.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from safelaunch import catalogue, options
+from safelaunch import catalogue, deepspeed_cli, environment, options
 
 HERE = Path(__file__).resolve().parent
 EXPLAIN = HERE.parent.parent / "safelaunch" / "explain"
@@ -34,13 +34,14 @@ def tables() -> dict[str, dict[str, str]]:
     """Return the generated parts: file name to marker to Markdown."""
     return {
         "checks.md": {level: _codes(level) for level in LEVELS},
-        "command-line.md": {"own": _own()},
+        "command-line.md": {"own": _own(), "deepspeed": _deepspeed()},
         "settings.md": {"keys": _settings()},
+        "../how-to/environment-and-secrets.md": {"exported": _exported()},
     }
 
 
 def place(text: str, marker: str, table: str) -> str:
-    """Put a table between `<!-- begin MARKER -->` and `<!-- end MARKER -->`; ValueError if they are missing."""
+    """Put a table between the comments `begin MARKER` and `end MARKER`; ValueError if they are missing."""
     begin, end = f"<!-- begin {marker} -->", f"<!-- end {marker} -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
@@ -69,7 +70,7 @@ def _default(option: options.Option) -> str:
         return "true" if option.default else "false"
     if option.default in (None, ()):
         return ""
-    return f"`{option.default}`"
+    return f"`{str(option.default).removesuffix('.0')}`"
 
 
 def _flags(option: options.Option) -> str:
@@ -79,19 +80,38 @@ def _flags(option: options.Option) -> str:
     return ", ".join(f"`{flag}{value}`" for flag in option.flags)
 
 
+def _meaning(option: options.OwnOption) -> str:
+    return f"{option.help} ({option.lack})" if option.lack else option.help
+
+
 def _own() -> str:
     rows = [
-        (_flags(option), option.help, "" if option.kind == "flag" else _default(option), option.commands)
+        (_flags(option), _meaning(option), "" if option.kind == "flag" else _default(option), option.commands)
         for option in options.OWN
     ]
     return _table(("option", "meaning", "default", "commands"), rows)
 
 
+def _deepspeed() -> str:
+    rows = []
+    for option in deepspeed_cli.OPTIONS:
+        limits = [f"from {option.since}"] if option.since else []
+        limits += [f"up to {option.until}"] if option.until else []
+        rows.append((_flags(option), option.help, " ".join(limits) or "all"))
+    return _table(("option", "meaning", "DeepSpeed"), rows)
+
+
 def _settings() -> str:
     rows = [
-        (f"`{key}`", option.wanted, _default(option), option.help) for key, option in options.SETTINGS.items()
+        (f"`{key}`", option.wanted, _default(option), _meaning(option))
+        for key, option in options.SETTINGS.items()
     ]
     return _table(("key", "value", "default", "meaning"), rows)
+
+
+def _exported() -> str:
+    rows = [(" ".join(f"`{name}`" for name in names.split()), what) for names, what in environment.EXPORTED]
+    return _table(("names", "what for"), rows)
 
 
 def main() -> None:
