@@ -88,6 +88,7 @@ def storage(node: Node) -> list[dict[str, Any]]:
     temporary = node.setting("TMPDIR") or "/tmp"  # noqa: S108 - looked at, not written to
     wanted = [
         ("temporary files", temporary),
+        ("files of safelaunch", os.environ.get("TMPDIR") or "/tmp"),  # noqa: S108 - as the agent chooses
         (
             "DeepSpeed's compiled extensions",
             node.setting("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions",
@@ -95,7 +96,7 @@ def storage(node: Node) -> list[dict[str, Any]]:
         ("Triton's cache", node.setting("TRITON_CACHE_DIR") or "~/.triton"),
         ("inductor's cache", node.setting("TORCHINDUCTOR_CACHE_DIR") or temporary),
     ]
-    wanted += [("checkpoints", path) for path in node.config.get("checkpoint_dirs", ())]
+    wanted += node.config.get("places", ())
     wanted += [("NVMe offload", path) for path in nvme_paths(node)]
     rows = [(use, node.path(path)) for use, path in wanted]
     distinct = sorted({path for _use, path in rows})
