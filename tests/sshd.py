@@ -50,7 +50,7 @@ def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
 
 @dataclass
 class Sshd:
-    """One server. `options` are further lines of sshd_config; they go before the defaults."""
+    """One server. `options` are lines of sshd_config, `config` lines of the home's ~/.ssh/config."""
 
     directory: Path
     addresses: list[str]
@@ -69,7 +69,7 @@ class Sshd:
         self.user_key = self.home / ".ssh" / "id_ed25519"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Sshd:
+    def __enter__(self) -> Sshd:  # noqa: PYI034 (Self needs Python 3.11)
         self.start()
         return self
 
@@ -131,7 +131,9 @@ class Sshd:
 
     def trust(self, *addresses: str) -> None:
         """Write known_hosts so that it knows these addresses (all of them by default)."""
-        known = [f"[{address}]:{self.port} {self.public_host_key}\n" for address in addresses or self.addresses]
+        known = [
+            f"[{address}]:{self.port} {self.public_host_key}\n" for address in addresses or self.addresses
+        ]
         self.known_hosts.write_text("".join(known))
 
     def write_config(self, *lines: str) -> None:
@@ -148,12 +150,17 @@ class Sshd:
 
     def _write_sshd_config(self) -> None:
         lines = [
-            *self.options,
             f"Port {self.port}",
             *(f"ListenAddress {address}" for address in self.addresses),
             f"HostKey {self.directory / 'host_key'}",
             f"AuthorizedKeysFile {self.directory / 'authorized_keys'}",
             "PidFile none",
+            "LogLevel VERBOSE",
+            *self.options,
+        ]
+        given = {option.split()[0] for option in self.options}
+        # bash started by sshd reads ~/.bashrc unless it takes itself for an inner shell: SHLVL.
+        defaults = [
             "StrictModes no",
             "UsePAM no",
             "UseDNS no",
@@ -164,10 +171,9 @@ class Sshd:
             "MaxSessions 20",
             "PrintMotd no",
             "PrintLastLog no",
-            # bash started by sshd reads ~/.bashrc unless it takes itself for an inner shell.
             "SetEnv SHLVL=1",
-            "LogLevel VERBOSE",
         ]
+        lines += [line for line in defaults if line.split()[0] not in given]
         (self.directory / "sshd_config").write_text("\n".join(lines) + "\n")
 
     def _wait_until_listening(self) -> None:

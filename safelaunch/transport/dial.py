@@ -252,14 +252,15 @@ class Dialler:
         except OSError:
             said = b""
         now = time.monotonic()
-        if said.startswith(b"SSH-") or b"\nSSH-" in said:
+        banner = said if said.startswith(b"SSH-") else said.partition(b"\nSSH-")[2]
+        if b"\n" in banner:
             self._won(attempt, sock)
         elif not said or said.startswith(_TURNED_AWAY):
             attempt.drops += 1
             attempt.dropped_with = _printable(said)
             self._drop(attempt, sock)
             self._next_address(attempt)
-        elif b"SSH-".startswith(said) or now < attempt.heard.setdefault(sock, now) + _GRACE:
+        elif banner or b"SSH-".startswith(said) or now < attempt.heard.setdefault(sock, now) + _GRACE:
             # Words are there to be read until the end: ask again later instead of spinning on them.
             self._selector.unregister(sock)
             self._at(now + _RECHECK, lambda: self._listen_again(attempt, sock))

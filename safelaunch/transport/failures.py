@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from safelaunch.transport.dial import NotDialled
-    from safelaunch.transport.known_hosts import HostKey, Known
+    from safelaunch.transport.known_hosts import HostKey
     from safelaunch.transport.ssh_config import Target
 
 _THROTTLE_FIX = "on {node}, in /etc/ssh/sshd_config: MaxStartups 1000   # then: sudo systemctl reload ssh"
@@ -112,15 +112,14 @@ def got_through(target: Target, drops: int) -> Remark:
     )
 
 
-def host_key_unknown(target: Target, offered: Shown | None, known: Known, seconds: float) -> Unreachable:
+def host_key_unknown(target: Target, offered: Shown | None, seconds: float) -> Unreachable:
     """`offered` is the key that the host showed, or None where it could not be seen."""
     shown = f"its {offered.algorithm} key {offered.fingerprint}" if offered else "its key"
-    others = ", ".join(f"{key.algorithm} ({key.place})" for key in known.keys)
     file = target.known_hosts[0] if target.known_hosts else "known_hosts"
     return _unreachable(
         target,
         "ssh.host_key_unknown",
-        f"{shown} is not in {file}" + (f", only {others}" if others else ""),
+        f"{shown} is not in {file}",
         "A key that nobody has compared may be an impostor's; nothing is accepted silently.",
         f"{keyscan(target, offered)}   # then compare its fingerprint with the one shown on the node by: "
         "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub",
@@ -138,18 +137,18 @@ def host_key_accepted(target: Target, offered: Shown) -> Remark:
     )
 
 
-def host_key_changed(target: Target, offered: str, known: Sequence[HostKey], seconds: float) -> Unreachable:
-    """`offered` is the fingerprint that the host showed."""
-    expected = ", ".join(f"{key.fingerprint} ({key.algorithm}, {key.place})" for key in known)
-    files = [key.place.rpartition(":")[0] for key in known] or [*target.known_hosts[:1], "known_hosts"]
-    name = target.host_key_names[0]
+def host_key_changed(target: Target, offered: Shown, known: Sequence[HostKey], seconds: float) -> Unreachable:
+    """Say that the host shows another key than one of those known."""
+    same_kind = [key for key in known if key.algorithm == offered.algorithm] or known
+    expected = ", ".join(f"{key.algorithm} {key.fingerprint} ({key.place})" for key in same_kind)
+    files = [key.place.rpartition(":")[0] for key in same_kind] or [*target.known_hosts[:1], "known_hosts"]
     return _unreachable(
         target,
         "ssh.host_key_changed",
-        f"the host shows the key {offered}, but known is {expected or 'another'}",
+        f"the host shows {offered.algorithm} {offered.fingerprint}, but known is {expected or 'another key'}",
         "The machine was installed anew, its address belongs to another machine now, or someone listens in.",
-        f"ssh-keygen -R {_word(name)} -f {_word(files[0])} && {keyscan(target, None)}   "
-        f"# only after {offered} was compared with the node's own",
+        f"ssh-keygen -R {_word(target.host_key_names[0])} -f {_word(files[0])} && {keyscan(target, None)}   "
+        f"# only after {offered.fingerprint} was compared with the node's own",
         seconds,
     )
 

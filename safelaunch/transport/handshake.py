@@ -136,13 +136,11 @@ class _Policy(paramiko.MissingHostKeyPolicy):
                 raise _HostKeyRefusedError(failures.host_key_revoked(target, offered, revoked.place, seconds))
         if any(known.blob == blob for known in self._known.keys):
             return
-        same_kind = [known for known in self._known.keys if known.algorithm == offered.algorithm]
-        if same_kind:
-            reason = failures.host_key_changed(target, offered.fingerprint, same_kind, seconds)
+        if self._known.keys:
+            reason = failures.host_key_changed(target, offered, self._known.keys, seconds)
             raise _HostKeyRefusedError(reason)
         if not target.weak:
-            reason = failures.host_key_unknown(target, offered, self._known, seconds)
-            raise _HostKeyRefusedError(reason)
+            raise _HostKeyRefusedError(failures.host_key_unknown(target, offered, seconds))
         self._hosts.accept(target.host_key_names[0], HostKey(offered.algorithm, blob, "this run"))
         self.remarks.append(failures.host_key_accepted(target, offered))
 

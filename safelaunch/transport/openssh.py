@@ -237,28 +237,30 @@ class OpensshTransport:
         ready = f"exec /bin/sh -c {shlex.quote(f'echo {marker}; exec cat >/dev/null')}"
         left = max(0.1, deadline - time.monotonic())
         master = ProcessChannel([*self._master_line(target, path, left), ready], environ=self._environ)
-        output, opened = b"", False
-        with self._watchdog.limit(left, master.close) as alarm:
-            for line in master.lines():
-                if line.strip() == marker.encode():
-                    opened = True
-                    break
-                output = (output + line + b"\n")[:4096]
-            else:
-                master.wait(left)
-        story = openssh_text.read(master.stderr())
-        seconds = time.monotonic() - started
-        if opened and not alarm.fired:
-            session = OpensshSession(target, master, self._client_line(target, path), self._environ)
-            session.address, session.seconds = story.address, seconds
-            session.host_key = story.host_key.fingerprint if story.host_key else None
-            session.remarks = self._remarks(target, story, drops)
-            return session, story
+        try:
+            with self._watchdog.limit(left, master.close) as alarm:
+                opened, output = _wait_for_line(master, marker.encode())
+            story = openssh_text.read(master.stderr())
+            seconds = time.monotonic() - started
+            if opened and not alarm.fired:
+                session = OpensshSession(target, master, self._client_line(target, path), self._environ)
+                session.address, session.seconds = story.address, seconds
+                session.host_key = story.host_key.fingerprint if story.host_key else None
+                session.remarks = self._remarks(target, story, drops)
+                return session, story
+        except BaseException:
+            master.close()
+            raise
         master.close()
-        known = self._known_hosts.find(target.host_key_names, target.known_hosts)
-        late = timeout if alarm.fired else None
         result = openssh_text.judge(
-            story, target, known, late=late, drops=drops + 1, output=output, seconds=seconds
+            story,
+            target,
+            self._known_hosts.find(target.host_key_names, target.known_hosts),
+            locked=_locked(target) if "Permission denied" in story.text else (),
+            late=timeout if alarm.fired else None,
+            drops=drops + 1,
+            output=output,
+            seconds=seconds,
         )
         return result, story
 
@@ -335,3 +337,26 @@ class OpensshTransport:
             closed = self._closed
         if closed:
             session.close()
+
+
+def _wait_for_line(master: ProcessChannel, wanted: bytes) -> tuple[bool, bytes]:
+    """Read until a line of ours; also return the beginning of what came instead."""
+    output = b""
+    for line in master.lines():
+        if line.strip() == wanted:
+            return True, output
+        output = (output + line + b"\n")[:4096]
+    # Its last words are on stderr when it has ended.
+    master.wait()
+    return False, output
+
+
+def _locked(target: Target) -> tuple[str, ...]:
+    """Return the key files that need a passphrase; `ssh` does not say so where nobody can type one."""
+    from safelaunch.transport.keys import KeyRing  # noqa: PLC0415 (paramiko, only for a login that failed)
+
+    ring = KeyRing()
+    try:
+        return ring.offer(target).locked
+    finally:
+        ring.close()

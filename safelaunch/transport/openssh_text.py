@@ -90,6 +90,7 @@ def judge(
     target: Target,
     known: Known,
     *,
+    locked: tuple[str, ...],
     late: float | None,
     drops: int,
     output: bytes,
@@ -97,7 +98,8 @@ def judge(
 ) -> Unreachable:
     """Say why a login did not get to run our command.
 
-    `late` is the limit in seconds that it ran into, or None; `drops` how often the server turned us away.
+    `locked` are key files that need a passphrase; `late` is the limit in seconds that it ran into, or None;
+    `drops` says how often the server turned us away; `output` is what the login printed.
     """
     last = story.words[-1] if story.words else "it said nothing"
     if not story.connecting and (config := next(filter(None, map(_CONFIG.fullmatch, story.words)), None)):
@@ -124,11 +126,13 @@ def judge(
             )
         return failures.slow_login(target, "the start of a command", late, seconds)
     if "Too many authentication failures" in story.text:
-        return failures.key_refused(target, story.offered, (), "Too many authentication failures", seconds)
+        return failures.key_refused(
+            target, story.offered, locked, "Too many authentication failures", seconds
+        )
     if "Permission denied" in story.text:
         if story.partial or "publickey" not in story.allowed:
             return failures.password_only(target, story.allowed, story.partial, seconds)
-        return failures.key_refused(target, story.offered, (), "", seconds)
+        return failures.key_refused(target, story.offered, locked, "", seconds)
     if story.offered:
         tried = ", ".join(story.offered)
         seen = f"the node closed the connection during the login as {target.user}, offered {tried}: {last}"
@@ -137,17 +141,15 @@ def judge(
 
 
 def _host_key(story: Story, target: Target, known: Known, seconds: float) -> Unreachable | None:
-    shown = story.host_key
+    shown = story.host_key or ShownKey("host", "unknown")
     if "Host key verification failed" not in story.text and "REVOKED" not in story.text:
         return None
     if "REVOKED HOST KEY DETECTED" in story.text or "marked as revoked" in story.text:
         place = next((key.place for key in known.revoked), "known_hosts")
-        return failures.host_key_revoked(target, shown or ShownKey("host", "unknown"), place, seconds)
+        return failures.host_key_revoked(target, shown, place, seconds)
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in story.text:
-        fingerprint = shown.fingerprint if shown else "unknown"
-        same_kind = [key for key in known.keys if shown is None or key.algorithm == shown.algorithm]
-        return failures.host_key_changed(target, fingerprint, same_kind, seconds)
-    return failures.host_key_unknown(target, shown, known, seconds)
+        return failures.host_key_changed(target, shown, known.keys, seconds)
+    return failures.host_key_unknown(target, shown, seconds)
 
 
 def _not_dialled(story: Story, late: float | None, drops: int) -> NotDialled:
