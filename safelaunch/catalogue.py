@@ -58,6 +58,7 @@ CODES: dict[str, Code] = {
         env.value env.stale_rendezvous env_file.missing env_file.unreadable env_file.syntax env_file.quotes
         env_file.duplicate
         slurm.hostfile_mismatch slurm.many_launchers slurm.workers_missing slurm.no_mpi4py
+        slurm.allocation_unclear
         config.missing config.unreadable config.syntax config.duplicate_key config.unknown_key
         config.removed_key config.template config.batch config.batch_derived config.precision config.zero
         config.offload config.elastic config.cli_conflict config.value

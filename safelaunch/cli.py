@@ -8,7 +8,7 @@ import traceback
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from safelaunch import __version__, arguments, catalogue
+from safelaunch import __version__, arguments, catalogue, helptext
 from safelaunch.console import Console
 from safelaunch.diagnose import INTERNAL
 from safelaunch.own_argv import hide_values
@@ -45,7 +45,7 @@ def _dispatch(invocation: Invocation) -> int:
         print(f"safelaunch {__version__}")  # noqa: T201 - asked for on stdout
         return 0
     if invocation.command == "help":
-        print(arguments.help_text())  # noqa: T201
+        print(helptext.help_text(invocation.topic))  # noqa: T201
         return 0
     if invocation.command in ("run", "check"):
         from safelaunch import running  # noqa: PLC0415 - `--help` needs none of this
