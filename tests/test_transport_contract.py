@@ -88,8 +88,8 @@ def test_stdout_and_stderr_stay_apart(session):
 
 def test_lines_of_any_length_and_content(session):
     script = (
-        "import sys; w=sys.stdout.buffer.write; w(bytes(range(256))+b'\n\n'); "
-        "w(b'x'*3000000+b'\n'); w(b'rest')"
+        "import sys; w=sys.stdout.buffer.write; w(bytes(range(256))+b'\\n\\n'); "
+        "w(b'x'*3000000+b'\\n'); w(b'rest')"
     )
     lines, status, _ = result(session.start(f'exec "{sys.executable}" -c "{script}"'))
     first, second = bytes(range(256)).split(b"\n")
