@@ -323,7 +323,10 @@ def _config(plan: Plan, index: int, marker: str) -> dict[str, Any]:
         "program": {"kind": plan.program.kind, "script": plan.program.script} if plan.program else None,
         "venv_script": plan.venv_script,
         "files": list(plan.deepspeed_configs),
-        "checkpoint_dirs": list(plan.checkpoint_dirs),
+        "places": [
+            *(["checkpoints", path] for path in plan.checkpoint_dirs),
+            *([["rank logs", plan.rank_log_dir]] if plan.rank_log_dir else []),
+        ],
         "environment": list(ENVIRONMENT),
         "env": {name: ours[name].value for name in ENVIRONMENT if name in ours},
         "unset": [name for name in plan.unset if name in ENVIRONMENT],

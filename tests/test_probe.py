@@ -525,7 +525,7 @@ def test_room_is_measured_where_the_ranks_will_write(tmp_path):
         "storage",
         cwd=str(tmp_path),
         files=["ds.json"],
-        checkpoint_dirs=["out/later"],
+        places=[["checkpoints", "out/later"]],
         env={"TMPDIR": str(tmp_path), "TRITON_CACHE_DIR": "/proc"},
     )
     by_use = {row["use"]: row for row in rows}

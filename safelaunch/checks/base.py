@@ -86,6 +86,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if abs(seconds) < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def number(count: int, noun: str) -> str:
+def number(count: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: `1 GPU`, `2 GPUs`."""
-    return f"{count} {noun}{'s' * (count != 1)}"
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"

@@ -34,10 +34,10 @@ def _finding(
     devices = sorted({device for row in rows for device in _devices(row)} & set(node.slots))
     if devices:
         held.append(f"GPU {', '.join(map(str, devices))}")
-    whose = "of a run whose launcher is dead" if ours else "that looks like a rank of another job of yours"
+    whose = "of a run that nobody looks after" if ours else "like a rank of another job of yours"
     shown = "; ".join(_describe(row) for row in rows[:_SHOWN])
     more = f"; and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    count = f"{number(len(rows), 'process').replace('processs', 'processes')} {whose}"
+    count = f"{number(len(rows), 'process', 'processes')} {whose}"
     pids = " ".join(str(row["pid"]) for row in rows)
     hostfile = f" --hostfile {cluster.plan.hostfile}" if cluster.plan.hostfile else ""
     return Finding(
