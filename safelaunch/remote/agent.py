@@ -479,12 +479,13 @@ class Relay:
                 farewell = line == FAREWELL
                 if not farewell:
                     self.say(line)
+        except BrokenPipeError:  # nobody reads us: the connection is gone
+            os._exit(0)
         except ConnectionError:
             pass
-        except BrokenPipeError:
-            return
         if not farewell:
             self.tell("agent_lost")
+        os._exit(0)  # an ordinary exit would wait for the thread that reads stdin
 
     def listen(self, connection: socket.socket) -> None:
         try:
