@@ -6,7 +6,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from safelaunch import __version__, environment, timeouts
+from safelaunch import __version__, timeouts
+from safelaunch.redaction import redact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ def _program(plan: Plan) -> dict[str, Any] | None:
 
 
 def _variable(variable: Variable) -> dict[str, str]:
-    value = environment.redact(variable.name, variable.value)
+    value = redact(variable.name, variable.value)
     return {"name": variable.name, "value": value, "origin": variable.origin}
 
 
