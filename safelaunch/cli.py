@@ -8,7 +8,7 @@ import traceback
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from safelaunch import __version__, arguments, catalogue, helptext, helptext
+from safelaunch import __version__, arguments, catalogue, helptext
 from safelaunch.console import Console
 from safelaunch.diagnose import INTERNAL
 from safelaunch.own_argv import hide_values
