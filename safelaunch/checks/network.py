@@ -267,7 +267,10 @@ def _addresses(node: NodeFacts | None) -> Sequence[Mapping[str, Any]]:
 
 CHECKS = (
     Check(
-        ("net.own_name_loopback",), own_name_loopback, facts=("own_name", "addresses", "environment", "gpus")
+        ("net.own_name_loopback",),
+        own_name_loopback,
+        facts=("own_name", "addresses", "environment", "gpus"),
+        requires=("hostfile.alias",),  # names of one machine do reach each other by loopback
     ),
     Check(("net.name_resolution",), name_resolution, facts=("peers",)),
     Check(("port.busy",), port_busy),
