@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(path for path in sorted(ROOT.glob("*/README.md")) if path.parent.name != ".venv"),
+    *(path for path in sorted(ROOT.glob("*/README.md")) if not path.parent.name.startswith(".")),
 ]
 PARTS = ("How we know", "How to fix", "How to silence")
 CODE_LIKE = re.compile(r"`\"?([a-z_]+\.[a-z0-9_]+)\"?(?: = |`)")
