@@ -223,7 +223,7 @@ def _value(
     return Finding(
         code="env.value",
         severity=severity,
-        observed=f"{variable.name}={shown} ({variable.origin}){observed}",
+        observed=f"{variable.name}={shown} ({show(variable.origin)}){observed}",
         why=why,
         fix=fix,
     )
@@ -286,7 +286,7 @@ def _foreign(given: Mapping[str, Variable]) -> Iterator[Finding]:
         why = (
             "the ranks get it, and MPI or torchelastic in them will take themselves for a part of another job"
         )
-        yield _traces(found, why, f"take out {' '.join(found)}")
+        yield _traces(found, why, f"take out {' '.join(map(show, found))}")
 
 
 def _stale(left: Mapping[str, Variable], world_size: int | None) -> Iterator[Finding]:
@@ -305,20 +305,21 @@ def _stale(left: Mapping[str, Variable], world_size: int | None) -> Iterator[Fin
             found,
             f"they describe another job{ours}; the ranks do not get them"
             + (" (deepspeed takes no address or port from the environment either)" if chosen else ""),
-            f"unset {' '.join(found)}" + ("; --master_addr and --master_port choose" if chosen else ""),
+            f"unset {' '.join(map(show, found))}"
+            + ("; --master_addr and --master_port choose" if chosen else ""),
         )
 
 
 def _traces(found: Mapping[str, Variable], why: str, fix: str) -> Finding:
     shown = [
-        name + (f"={show(redact(name, v.value))}" if name in ("WORLD_SIZE", *_SIZES) else "")
+        show(name) + (f"={show(redact(name, v.value))}" if name in ("WORLD_SIZE", *_SIZES) else "")
         for name, v in found.items()
     ]
     origins = dict.fromkeys(variable.origin for variable in found.values())
     return Finding(
         code="env.stale_rendezvous",
         severity=Severity.WARNING,
-        observed=f"{', '.join(shown)} already set ({', '.join(origins)})",
+        observed=f"{', '.join(shown)} already set ({show(', '.join(origins), 200)})",
         why=why,
         fix=fix,
     )

@@ -101,7 +101,7 @@ def parse_piece(start: int, piece: str, known: Collection[str]) -> Mention | Fau
             if odd:
                 return Fault(offset + odd.start(), f"{describe(odd[0])} in a slot number")
             return Fault(offset, "a slot number is too long" if item.strip() else "a slot number is missing")
-        numbers.append((int(item), offset + len(item) - len(item.lstrip())))
+        numbers.append((int(item.strip()), offset + len(item) - len(item.lstrip())))
         offset += len(item) + 1
     return Mention(name, start, tuple(numbers))
 

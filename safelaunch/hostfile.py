@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import re
-import shlex
 import stat as stat_bits
 import unicodedata
 from collections import Counter
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from safelaunch.findings import Finding, Severity, Where
-from safelaunch.hostnames import BRACKET, PATTERN, describe, expand, machine, show
+from safelaunch.hostnames import BRACKET, PATTERN, describe, expand, machine, quoted, show
 from safelaunch.hostnames import flaw as judge
 
 if TYPE_CHECKING:
@@ -130,9 +129,9 @@ def ownership_findings(
             Finding(
                 code="hostfile.foreign",
                 severity=Severity.WARNING,
-                observed=f"{file} belongs to user id {stat.st_uid} and everyone may write to it",
+                observed=f"{show(file, 200)} belongs to user id {stat.st_uid} and everyone may write to it",
                 why="whoever changes it decides where your job runs and which hosts get your ssh login",
-                fix=f"cp {shlex.quote(file)} ~/my-hosts && chmod 600 ~/my-hosts; use --hostfile ~/my-hosts",
+                fix=f"cp {quoted(file)} ~/my-hosts && chmod 600 ~/my-hosts; use --hostfile ~/my-hosts",
                 where=Where(file),
             )
         )
@@ -142,9 +141,9 @@ def ownership_findings(
             Finding(
                 code="hostfile.stale",
                 severity=Severity.WARNING,
-                observed=f"{file} was written {hours:.1f} hours before this Slurm job started",
+                observed=f"{show(file, 200)} was written {hours:.1f} hours before this Slurm job started",
                 why="it may name the nodes of an earlier job",
-                fix=f"scontrol show hostnames | sed 's/$/ slots=8/' > {shlex.quote(file)} (8 GPUs a node)",
+                fix=f"scontrol show hostnames | sed 's/$/ slots=8/' > {quoted(file)} (8 GPUs a node)",
                 where=Where(file),
             )
         )
@@ -314,19 +313,19 @@ def _empty(file: str) -> Finding:
     return Finding(
         code="hostfile.empty",
         severity=Severity.ERROR,
-        observed=f"{file} names no host",
+        observed=f"{show(file, 200)} names no host",
         why="there is nowhere to start a rank",
-        fix=f"echo 'node1 slots=8' >> {shlex.quote(file)}, with the name of each node and its number of GPUs",
+        fix=f"echo 'node1 slots=8' >> {quoted(file)}, with the name of each node and its number of GPUs",
         where=Where(file),
     )
 
 
 def _utf16(file: str) -> Finding:
-    name = shlex.quote(file)
+    name = quoted(file)
     return Finding(
         code="hostfile.syntax",
         severity=Severity.ERROR,
-        observed=f"{file} is UTF-16 text",
+        observed=f"{show(file, 200)} is UTF-16 text",
         why="deepspeed, ssh and pdsh read UTF-8",
         fix=f"iconv -f UTF-16 -t UTF-8 {name} > {name}.utf8 && mv {name}.utf8 {name}",
         where=Where(file, 1, 1),
@@ -337,7 +336,7 @@ def _corrected(line: _Line, flaw: _Flaw, file: str, usual: int | None) -> str:
     """Return what to write instead of the line (one line a host), or what to do where that is unknown."""
     body = line.text.strip()
     if flaw is _BYTE_ORDER_MARK:
-        return rf"sed -i '1s/^\xef\xbb\xbf//' {shlex.quote(file)}"
+        return rf"sed -i '1s/^\xef\xbb\xbf//' {quoted(file)}"
     if flaw.code == "hostfile.zero_slots":
         return f"# {show(body, _LONGEST_REPAIRED)}"
     if len(body) <= _LONGEST_REPAIRED:

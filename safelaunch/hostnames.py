@@ -6,6 +6,7 @@ import difflib
 import ipaddress
 import math
 import re
+import shlex
 import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,9 +23,12 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._+@-]")
 _ZONE = re.compile(r"[A-Za-z0-9._-]+")
 _RANGES = r"\d{1,9}(?:-\d{1,9}(?:/\d{1,9})?)?"
 PATTERN = re.compile(
-    rf"(?:[A-Za-z0-9._+-]+@)?(?:[A-Za-z0-9._-]*\[{_RANGES}(?:,{_RANGES})*\])+[A-Za-z0-9._-]*", re.ASCII
+    rf"(?:[A-Za-z0-9._+-]+@)?(?:[A-Za-z0-9._-]*\[{_RANGES}(?:,{_RANGES})*\](?!\d))+[A-Za-z0-9._-]*", re.ASCII
 )
-"""`n[1-4,7]` and the like, `user@` in front or not; steps are written `n[0-8/2]`."""
+"""`n[1-4,7]` and the like, `user@` in front or not; steps are written `n[0-8/2]`.
+
+No digit may follow a bracket: NodeSet would multiply the numbers in it.
+"""
 _FOLDABLE = re.compile(r"[A-Za-z0-9._-]+")
 _LOOPBACK = re.compile(r"localhost[46]?(\.localdomain[46]?)?|ip6-(localhost|loopback)|.*\.localhost")
 _SPOKEN = {" ": "a blank", "\t": "a tab", "`": "a backtick"}
@@ -164,6 +168,11 @@ def show(text: str, limit: int = 80) -> str:
     """Return text for a terminal: shortened, with everything escaped that would not print."""
     text = text if len(text) <= limit else text[: limit - 3] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def quoted(text: str) -> str:
+    """Return text as one word of a shell line that is shown."""
+    return show(shlex.quote(text), 1000)
 
 
 def _is_ipv6(host: str) -> bool:

@@ -6,14 +6,13 @@ slots of the host and a slot that the host does not have is refused; some older 
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from safelaunch import filters
 from safelaunch.findings import Finding, Severity, Where, errors
-from safelaunch.hostnames import fold, is_loopback, machine, nearest, show
+from safelaunch.hostnames import fold, is_loopback, machine, nearest, quoted, show
 from safelaunch.plan import Node
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def _conflicts(include: str, exclude: str, num_nodes: int, num_gpus: int) -> Ite
             severity=Severity.ERROR,
             observed="--include and --exclude are both given",
             why="deepspeed takes one of them at most",
-            fix=f"leave out one: --include {shlex.quote(include)} alone names all that takes part",
+            fix=f"leave out one: --include {quoted(include)} alone names all that takes part",
         )
     # Zero chooses nothing, and is in conflict all the same, as in deepspeed.
     counts = [
@@ -159,7 +158,7 @@ def _read_filter(
     mentions, faults = filters.parse(text, pool)
     meant = filters.guess(text, pool) if faults else None
     example = show(next(iter(pool), "node1"))
-    fix = shlex.quote(meant) if meant else f"NAME:SLOT,SLOT@NAME, for example {option} {example}:0"
+    fix = quoted(meant) if meant else f"NAME:SLOT,SLOT@NAME, for example {option} {example}:0"
     findings = [
         Finding(
             code="select.syntax",
@@ -172,9 +171,9 @@ def _read_filter(
         for fault in faults
     ]
     known = [mention for mention in mentions if mention.host in pool]
-    findings += _unknown(
-        option, text, [mention for mention in mentions if mention.host not in pool], pool, local
-    )
+    unknown = [mention for mention in mentions if mention.host not in pool]
+    # Where the hostfile gave no host at all, that has been said.
+    findings += _unknown(option, text, unknown if pool else [], pool, local)
     findings += [
         _no_such_slot(f"{option} names", number, pool[mention.host], Where(option, 1, offset + 1))
         for mention in known
@@ -295,7 +294,7 @@ def _unknown(
         elif near:
             observed += f"; nearest: {', '.join(near)}"
             end = mention.offset + len(mention.host)
-            fix = f"{option} {shlex.quote(text[: mention.offset] + near[0] + text[end:])}"
+            fix = f"{option} {quoted(text[: mention.offset] + near[0] + text[end:])}"
         yield Finding(
             code="select.unknown_host",
             severity=Severity.ERROR,

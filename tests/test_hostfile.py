@@ -215,6 +215,12 @@ def test_patterns_expand_in_numeric_order_with_their_place():
     assert {(2, 3), (3, 1)} == {(host.where.line, host.where.column) for host in parsed.hosts}
 
 
+def test_a_pattern_before_digits_is_refused():
+    # ClusterShell would put the digits into the range and multiply it.
+    parsed = parse(f"# safelaunch: patterns\nn[1-3]{'9' * 30} slots=1\n")
+    assert [(f.code, f.where.column) for f in parsed.findings] == [("hostfile.syntax", 2)]
+
+
 @pytest.mark.timeout(60)  # 0.1 s where measured; it catches what grows with the square
 def test_a_long_file_is_read_quickly():
     text = "".join(f"node{i}.example.org slots=8\n" for i in range(10_000)).encode()

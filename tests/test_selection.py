@@ -205,6 +205,7 @@ def test_without_a_hostfile_the_user_knows_the_number_of_devices():
         (None, {}, (0, 1, 2, 3), None),
         ("2,0", {}, (0, 2), None),
         (" 1 , 3", {}, (1, 3), None),
+        ("1\x1c,\u00a03", {}, (1, 3), None),
         ("0,1", {"nodes": 1}, (0, 1), None),
         ("", {}, (0, 1, 2, 3), ("select.visible_devices", "warning")),
         ("7", {}, (), ("select.no_such_slot", "error")),
