@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _PIECE = re.compile(r"[^,\[\]]*(?:\[[^\[\]]*\][^,\[\]]*)+|[^,\[\]]+")
 _COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?", re.ASCII)
+_DIGITS = re.compile(r"\d{1,12}", re.ASCII)
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _MOST_NODES = 65_536
 
@@ -57,18 +58,19 @@ def in_job(environ: Mapping[str, str]) -> bool:
 
 
 def job_start(environ: Mapping[str, str]) -> float | None:
-    """Return when the job started, in seconds since the epoch; None where Slurm (before 23.02) does not say."""
-    text = environ.get("SLURM_JOB_START_TIME", "")
-    return float(text) if in_job(environ) and text.isdecimal() else None
+    """Return when the job started, in seconds since the epoch; None where Slurm does not say."""
+    return _number(environ.get("SLURM_JOB_START_TIME", "")) or None if in_job(environ) else None
 
 
-def step_findings(environ: Mapping[str, str]) -> list[Finding]:
+def step_findings(environ: Mapping[str, str], *, no_ssh: bool) -> list[Finding]:
     """Tell whether srun started this command several times (slurm.many_launchers).
 
-    SLURM_PROCID proves nothing, since the batch script has it too; only a step has SLURM_STEP_ID.
+    SLURM_PROCID proves nothing, since the batch script has it too; only a step has SLURM_STEP_ID. With
+    --no_ssh, one task a node is right.
     """
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_STEP_ID" not in environ or not tasks.isdecimal() or int(tasks) <= 1:
+    tasks = _number(environ.get("SLURM_STEP_NUM_TASKS", ""))
+    wanted = max(1, _number(environ.get("SLURM_STEP_NUM_NODES", ""))) if no_ssh else 1
+    if "SLURM_STEP_ID" not in environ or tasks <= wanted:
         return []
     return [
         Finding(
@@ -104,8 +106,8 @@ def hostfile_findings(environ: Mapping[str, str], nodes: Sequence[Node]) -> list
         Finding(
             code="slurm.hostfile_mismatch",
             severity=Severity.ERROR,
-            observed=f"{fold(node.name for node in outside)} of the hostfile is not among the nodes of this Slurm "
-            f"job, {show(text)}",
+            observed=f"{fold(node.name for node in outside)} of the hostfile is not among the nodes of this "
+            f"Slurm job, {show(text)}",
             why="a node outside of the allocation refuses the login, or is another job's",
             fix="leave --hostfile out to use the nodes of the job, or write it anew: "
             "scontrol show hostnames | sed 's/$/ slots=8/' (8 GPUs a node)",
@@ -116,9 +118,12 @@ def hostfile_findings(environ: Mapping[str, str], nodes: Sequence[Node]) -> list
 
 
 def stock_findings(environ: Mapping[str, str], world_size: int, *, mpi4py: bool) -> list[Finding]:
-    """Judge what DeepSpeed's own `--launcher slurm` needs; `mpi4py` is whether the training's Python has it."""
+    """Judge what DeepSpeed's own `--launcher slurm` needs.
+
+    `mpi4py` tells whether the training's Python has it.
+    """
     findings = []
-    tasks = environ.get("SLURM_NTASKS", "")
+    tasks = _number(environ.get("SLURM_NTASKS", ""))
     fix = "leave --launcher slurm out: safelaunch starts the nodes of the allocation by itself"
     if not in_job(environ):
         findings.append(
@@ -130,7 +135,7 @@ def stock_findings(environ: Mapping[str, str], world_size: int, *, mpi4py: bool)
                 fix="submit the command with sbatch, or start it under salloc",
             )
         )
-    elif tasks.isdecimal() and int(tasks) < world_size:
+    elif 0 < tasks < world_size:
         findings.append(
             Finding(
                 code="slurm.workers_missing",
@@ -146,7 +151,7 @@ def stock_findings(environ: Mapping[str, str], world_size: int, *, mpi4py: bool)
                 code="slurm.no_mpi4py",
                 severity=Severity.ERROR,
                 observed="the Python of the training has no mpi4py",
-                why="--launcher slurm gives ranks no RANK: DeepSpeed asks mpi4py for it, or every rank is alone",
+                why="--launcher slurm gives ranks no RANK: DeepSpeed asks mpi4py for it",
                 fix=f"pip install mpi4py, or {fix}",
             )
         )
@@ -197,23 +202,23 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[list[int] | None, st
             None,
             f"the job has {show(environ['SLURM_GPUS'])} GPUs on {nodes} nodes, but not so many on each",
         )
-    per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
-    if per_node.isdecimal() and int(per_node) > 0:
-        return [int(per_node)] * nodes, "SLURM_NTASKS_PER_NODE"
+    if per_node := _number(environ.get("SLURM_NTASKS_PER_NODE", "")):
+        return [per_node] * nodes, "SLURM_NTASKS_PER_NODE"
     return (
         None,
         "no SLURM_GPUS_PER_NODE, SLURM_GPUS_ON_NODE or SLURM_TASKS_PER_NODE tells the slots of a node",
     )
 
 
+def _number(text: str) -> int:
+    """Read a whole number; 0 where it is none."""
+    return int(text) if _DIGITS.fullmatch(text) else 0
+
+
 def _gpus(text: str) -> int:
-    """Read `4`, `a100:4` or `a100:2,v100:2`; 0 where there is no number."""
-    numbers = [part.rpartition(":")[2] for part in text.split(",")]
-    return (
-        sum(int(number) for number in numbers)
-        if all(_COUNT.fullmatch(n) and n.isdecimal() for n in numbers)
-        else 0
-    )
+    """Read `4`, `a100:4` or `a100:2,v100:2`; 0 where a number is missing."""
+    numbers = [_number(part.rpartition(":")[2]) for part in text.split(",")]
+    return sum(numbers) if all(numbers) else 0
 
 
 def _indices(text: str) -> int:
@@ -221,13 +226,10 @@ def _indices(text: str) -> int:
     total = 0
     for part in text.split(","):
         low, _, high = part.partition("-")
-        if (
-            not (low.isdecimal() and (high or low).isdecimal())
-            or len(high or low) > 6
-            or int(high or low) < int(low)
-        ):
+        last = high or low
+        if not (_DIGITS.fullmatch(low) and _DIGITS.fullmatch(last)) or int(last) < int(low):
             return 0
-        total += int(high or low) - int(low) + 1
+        total += int(last) - int(low) + 1
     return total
 
 
