@@ -64,7 +64,7 @@ def _dispatch(invocation: Invocation) -> int:
 def _console(invocation: Invocation) -> Console:
     flags = invocation.flags
     plain = bool(flags.get("plain") or flags.get("no_color"))
-    return Console(sys.stderr, plain=plain, verbosity=int(flags.get("verbose", 0)))
+    return Console(sys.stderr, plain=plain, verbosity=invocation.verbosity)
 
 
 def _installed(package: str) -> str | None:

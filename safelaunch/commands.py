@@ -124,7 +124,7 @@ def clean(invocation: Invocation, console: Console) -> int:
     dead = [run for run in runs.all_runs(root) if not run.alive() and not run.document("outcome")]
     hosts: list[str] = []
     path = invocation.deepspeed.get("hostfile")
-    if path:
+    if isinstance(path, str):
         try:
             with open(path, "rb") as stream:
                 hosts = [host.name for host in hostfile.parse(stream.read(), path).hosts]

@@ -60,8 +60,9 @@ class Console:
 
     def _finding(self, finding: Finding) -> None:
         place = f"  {finding.where}" if finding.where else ""
+        hosts = f"  {_fold(finding.hosts)}" if finding.hosts else ""
         label = finding.severity.value.replace("_", " ")
-        self.line(f"{label}: {finding.code}{place}", _STYLES[finding.severity])
+        self.line(f"{label}: {finding.code}{hosts}{place}", _STYLES[finding.severity])
         for text in (finding.observed, finding.why, f"fix: {finding.fix}" if finding.fix else ""):
             for row in text.splitlines():
                 self.line(f"    {row}")
@@ -88,6 +89,12 @@ class Console:
         for name, text in rows.items():
             if text:
                 self.line(f"    {name + ':':10} {text}")
+
+
+def _fold(hosts: tuple[str, ...]) -> str:
+    from safelaunch.checks import fold  # noqa: PLC0415 - ClusterShell, only when there is something to say
+
+    return fold(hosts)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -57,6 +57,7 @@ def agent_config(
         "mode": "start",
         "run_id": run_id,
         "host": node.name,
+        "node": str(node.node_rank),
         "python": plan.interpreter,
         "launcher_options": [
             f"--world_info={world_info(plan.nodes)}",
@@ -67,8 +68,8 @@ def agent_config(
             *plan.launcher_options,
         ],
         "program": {
-            "argv": plan.program.command(plan.interpreter),
-            "args": list(plan.program.args),
+            "argv": [_portable(word) for word in plan.program.command(plan.interpreter)],
+            "args": [_portable(argument) for argument in plan.program.args],
             "local_rank": plan.program.local_rank,
         },
         "env": {variable.name: variable.value for variable in variables.values()},
@@ -83,6 +84,11 @@ def agent_config(
         "heartbeat": heartbeat(plan.limits.reconnect_grace),
         "rank_log_dir": plan.rank_log_dir,
     }
+
+
+def _portable(word: str) -> str:
+    """Return an argument as UTF-8 with escapes, whatever this machine's locale read it as."""
+    return os.fsencode(word).decode("utf-8", "surrogateescape")
 
 
 class Link:
@@ -119,10 +125,10 @@ class Link:
         )
         self._reader.start()
 
-    def attach(self, session: Session, run_id: str) -> None:
-        """Go on over a new session where the old one broke."""
+    def attach(self, session: Session, node: Mapping[str, Any]) -> None:
+        """Go on over a new session where the old one broke; `node` names the agent: run id, host, node."""
         self.session = session
-        self.start({"mode": "attach", "run_id": run_id, "host": self.host, "after": self.arrived})
+        self.start({**node, "mode": "attach", "after": self.arrived})
 
     def tell(self, command: Mapping[str, Any]) -> None:
         """Send a command; a broken line is noticed by the reader, so it is no error here."""
@@ -230,7 +236,8 @@ class Links:
             session = self._open(host, max(1.0, min(self._plan.limits.ssh_timeout, end - time.monotonic())))
             if session is not None:
                 self._emit("back", host, None)
-                self._links[host].attach(session, self._run_id)
+                rank = next(node.node_rank for node in self._plan.nodes if node.name == host)
+                self._links[host].attach(session, {"run_id": self._run_id, "host": host, "node": str(rank)})
                 return
             self._closed.wait(RECONNECT_PAUSE)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib import metadata
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from safelaunch import catalogue, diagnose, documents, runs, static, timeouts
 from safelaunch import preflight as preflights
@@ -126,7 +126,7 @@ def launch(invocation: Invocation, console: Console) -> int:
 class Recorder:
     """Writes events.jsonl: one object a line, flushed at once, so that a kill loses nothing."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: TextIO) -> None:
         """Append to an open text stream."""
         import structlog  # noqa: PLC0415 - only a run writes events
 
@@ -161,7 +161,10 @@ class _Running:
             with _signals_as_exceptions():
                 preflight = self._preflight(transport)
             refused = catalogue.exit_status(preflight.findings)
-            if refused and not self.plan.force:
+            # No --force starts ranks on a node that can't be reached.
+            away = [node.name for node in self.plan.local_nodes if node.name not in preflight.sessions]
+            if away or (refused and not self.plan.force):
+                refused = refused or catalogue.PREFLIGHT
                 summary = "the preflight found the nodes unfit; nothing was started"
                 return self._conclude(_no_job("refused", refused, summary), None, started)
             job = self._job(preflight)
@@ -200,8 +203,7 @@ class _Running:
         meet = Rendezvous(address=preflight.master_addr, port=preflight.master_port)
         variables = {node.name: self._variables(node.name) for node in plan.local_nodes}
         self._write_plan(meet, variables)
-        verbose = int(self.invocation.flags.get("verbose", 0)) > 0
-        output = RunOutput(self.run.file("logs"), sys.stdout.buffer, sys.stderr.buffer, echo_launcher=verbose)
+        output = RunOutput(self.run.file("logs"), sys.stdout.buffer, sys.stderr.buffer, echo_launcher=self.invocation.verbosity > 0)
         events: Events = Events()
 
         def emit(kind: str, host: str, value: Any) -> None:
@@ -231,8 +233,7 @@ class _Running:
     def _variables(self, host: str) -> dict[str, Variable]:
         variables = self.plan.variables_for(host)
         taken = {*variables, *os.environ} if self.plan.transport == "local" else set(variables)
-        verbosity = int(self.invocation.flags.get("verbose", 0))
-        for tuned in timeouts.debug_settings(taken, _version("torch"), verbosity):
+        for tuned in timeouts.debug_settings(taken, _version("torch"), self.invocation.verbosity):
             variables[tuned.name] = tuned
         return variables
 

@@ -47,8 +47,9 @@ def _release(version: str | None) -> tuple[int, ...]:
 
 def ladder(limits: Limits, timeout_minutes: str | None) -> list[dict[str, object]]:
     """Return the timeouts of a run in seconds with their reasons, as they stand in plan.json."""
-    minutes = int(timeout_minutes) if (timeout_minutes or "").isdigit() else 10
-    origin = "DEEPSPEED_TIMEOUT" if timeout_minutes else "DeepSpeed's default"
+    given = timeout_minutes is not None and timeout_minutes.isdigit()
+    minutes = int(timeout_minutes or 0) if given else 10
+    origin = "DEEPSPEED_TIMEOUT" if given else "DeepSpeed's default"
     rows = [
         ("ssh", limits.ssh_timeout, "a node that has not answered by then is unreachable"),
         ("grace", limits.grace, "from SIGTERM to SIGKILL when the job is stopped"),

@@ -89,6 +89,7 @@ class Driver:
             "mode": "start",
             "run_id": self.run_id,
             "host": "n",
+            "node": "0",
             "python": sys.executable,
             "launcher_options": [
                 f"--world_info={world}",

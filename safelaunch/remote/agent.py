@@ -54,6 +54,7 @@ class Agent:
         self.directory = directory
         self.listener = listener
         self.run_id: str = config["run_id"]
+        self.node: str = config["node"]
         self.selector = selectors.DefaultSelector()
         self.selector.register(listener, selectors.EVENT_READ, self.accept)
         self.client: socket.socket | None = None
@@ -119,7 +120,7 @@ class Agent:
             for name in [n for n in env if n == pattern or (prefix and n.startswith(prefix))]:
                 del env[name]
         env.update(self.config["env"])
-        env["SAFELAUNCH_RUN_ID"] = self.run_id
+        env["SAFELAUNCH_RUN_ID"], env["SAFELAUNCH_NODE"] = self.run_id, self.node
         return env
 
     def command(self) -> list[str]:
@@ -179,7 +180,9 @@ class Agent:
             if self.client is not None:
                 self.client.close()
             if os.read(reading, 1) != b"!":
-                procs.end_all(lambda: procs.members(self.run_id, spare=(agent,)), self.config["grace"])
+                procs.end_all(
+                    lambda: procs.members(self.run_id, self.node, spare=(agent,)), self.config["grace"]
+                )
                 procs.remove_directory(self.directory)
         finally:
             os._exit(0)
@@ -432,7 +435,7 @@ class Agent:
             procs.send_signal([self.launcher], signal.SIGSTOP)
 
     def go_on_stopping(self, now: float) -> None:
-        alive = procs.members(self.run_id, roots=(os.getpid(),), spare=(self.guardian,))
+        alive = procs.members(self.run_id, self.node, roots=(os.getpid(),), spare=(self.guardian,))
         if self.ranks_gone_at is None and all(process.over for process in self.ranks.values()):
             self.ranks_gone_at = now
             self.kill_at = min(self.kill_at, now + LEFTOVER_GRACE)
@@ -501,7 +504,7 @@ def start(config: dict[str, Any]) -> None:
     """Fork the agent away and relay for it."""
     relay = Relay(config)
     try:
-        directory = procs.make_directory(config["run_id"])
+        directory = procs.make_directory(config["run_id"], config["node"])
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(os.path.join(directory, "s"))
     except OSError as error:
@@ -542,7 +545,7 @@ def attach(config: dict[str, Any], relay: Relay, directory: str | None, after: i
     try:
         connection.connect(os.path.join(directory or "", "s"))
     except OSError:
-        relay.tell("no_agent", survivors=sorted(procs.members(config["run_id"])))
+        relay.tell("no_agent", survivors=sorted(procs.members(config["run_id"], config["node"])))
         return
     relay.run(connection, after)
 
@@ -553,7 +556,8 @@ def main() -> None:
     if mode == "start":
         start(config)
     elif mode == "attach":
-        attach(config, Relay(config), procs.directories().get(config["run_id"]), config["after"])
+        directory = procs.directories().get((config["run_id"], config["node"]))
+        attach(config, Relay(config), directory, config["after"])
     else:
         Relay(config).tell("sweep", **procs.sweep(config))
 

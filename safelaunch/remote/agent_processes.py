@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from typing import Any
 
-RUN_VARIABLE = b"SAFELAUNCH_RUN_ID="
+RUN_VARIABLE, NODE_VARIABLE = b"SAFELAUNCH_RUN_ID=", b"SAFELAUNCH_NODE="
+"""What every process of a run carries. The node rank tells two nodes apart that share a process table
+(two names of one machine, containers with the host's pids)."""
 PAUSE = 0.02
 """Seconds between two looks at who is still alive."""
 KILLED_FOR = 5.0
@@ -40,8 +42,24 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def processes() -> dict[int, tuple[int, int, str | None]]:
-    """Return {pid: (parent, session, run id or None)} of this user's processes that are no zombies."""
+class Row:
+    """A process of this user: whose child it is, its session, and the run and node it carries, if any."""
+
+    def __init__(self, parent: int, session: int, environ: bytes) -> None:
+        self.parent = parent
+        self.session = session
+        self.run = carried(environ, RUN_VARIABLE)
+        self.node = carried(environ, NODE_VARIABLE)
+
+
+def carried(environ: bytes, variable: bytes) -> str | None:
+    """Return the value of a variable in the bytes of an environment; the last one counts."""
+    found = [row for row in environ.split(b"\0") if row.startswith(variable)]
+    return found[-1][len(variable) :].decode("utf-8", "replace") if found else None
+
+
+def processes() -> dict[int, Row]:
+    """Return this user's processes that are no zombies, by pid."""
     mine = os.geteuid()
     table = {}
     for name in os.listdir("/proc"):
@@ -57,35 +75,33 @@ def processes() -> dict[int, tuple[int, int, str | None]]:
         except OSError:
             environ = b""
         fields = stat_fields(int(name))
-        if not fields or fields[0] in (b"Z", b"X"):
-            continue
-        found = [row for row in environ.split(b"\0") if row.startswith(RUN_VARIABLE)]
-        run = found[-1][len(RUN_VARIABLE) :].decode("utf-8", "replace") if found else None
-        table[int(name)] = (int(fields[1]), int(fields[3]), run)
+        if fields and fields[0] not in (b"Z", b"X"):
+            table[int(name)] = Row(int(fields[1]), int(fields[3]), environ)
     return table
 
 
-def members(run_id: str, roots: Collection[int] = (), spare: Collection[int] = ()) -> set[int]:
+def members(
+    run_id: str, node: str | None = None, roots: Collection[int] = (), spare: Collection[int] = ()
+) -> set[int]:
     """Return the pids of a run: those that carry its id, their descendants, and their sessions.
 
-    `roots` are pids whose children belong to it as well (the agent is the subreaper of what lost its
-    parent); `spare` are left out.
+    `node` limits it to one node rank. `roots` are pids whose children belong to it as well (the agent is
+    the subreaper of what lost its parent); `spare` are left out.
     """
     table = processes()
     spare = {*spare, os.getpid()}
-    sessions_kept = {table[pid][1] for pid in spare if pid in table}
-    found = {pid for pid, row in table.items() if row[2] == run_id and pid not in spare}
+    sessions_kept = {table[pid].session for pid in spare if pid in table}
+    ours = {
+        pid
+        for pid, row in table.items()
+        if pid not in spare and row.run in (None, run_id) and (node is None or row.node in (None, node))
+    }
+    found = {pid for pid in ours if table[pid].run == run_id}
     while True:
         parents = {*found, *roots}
-        sessions = {table[pid][1] for pid in found} - sessions_kept
-        more = {
-            pid
-            for pid, (parent, session, run) in table.items()
-            if pid not in found
-            and pid not in spare
-            and run in (None, run_id)
-            and (parent in parents or session in sessions)
-        }
+        sessions = {table[pid].session for pid in found} - sessions_kept
+        rest = ours - found
+        more = {pid for pid in rest if table[pid].parent in parents or table[pid].session in sessions}
         if not more:
             return found
         found |= more
@@ -135,11 +151,11 @@ def is_ours(path: str) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
-def make_directory(run_id: str) -> str:
-    """Create the run's directory on this node; raise OSError if no place takes it."""
+def make_directory(run_id: str, node: str) -> str:
+    """Create the directory of a run's node; raise OSError if no place takes it."""
     problems = []
     for base in bases():
-        path = os.path.join(base, run_id)
+        path = os.path.join(base, "%s.%s" % (run_id, node))
         if len(os.fsencode(path)) + 2 > SOCKET_PATH_LIMIT:
             problems.append("%s is too long for a socket" % path)
             continue
@@ -164,14 +180,15 @@ def make_directory(run_id: str) -> str:
     raise OSError("no place for the run's directory on this node (%s)" % "; ".join(problems))
 
 
-def directories() -> dict[str, str]:
-    """Return {run id: directory} of all runs of this user that have one here."""
-    found: dict[str, str] = {}
+def directories() -> dict[tuple[str, str], str]:
+    """Return {(run id, node): directory} of all runs of this user that have one here."""
+    found: dict[tuple[str, str], str] = {}
     for base in bases():
         if is_ours(base):
             for name in os.listdir(base):
-                if is_ours(os.path.join(base, name)):
-                    found.setdefault(name, os.path.join(base, name))
+                run, dot, node = name.rpartition(".")
+                if dot and is_ours(os.path.join(base, name)):
+                    found.setdefault((run, node), os.path.join(base, name))
     return found
 
 
@@ -231,27 +248,25 @@ def command_line(pid: int) -> str:
 def sweep(config: dict[str, Any]) -> dict[str, Any]:
     """List all that belongs to runs of this user here, and end it if asked to; return the event's fields."""
     only, spare = config.get("only"), set(config.get("spare") or ())
-    known = directories()
-    runs = {row[2] for row in processes().values() if row[2]} | set(known)
-    runs = {run for run in runs if run not in spare and (only is None or run in only)}
     # The launcher that asks may itself carry an id, where it was started from a rank of another run.
-    runs.discard(os.environ.get("SAFELAUNCH_RUN_ID", ""))
+    spare.add(os.environ.get("SAFELAUNCH_RUN_ID", ""))
+    known = directories()
+    runs = {row.run for row in processes().values() if row.run} | {run for run, _ in known}
     found: list[dict[str, Any]] = []
-    ended: list[int] = []
+    ended: set[int] = set()
     survivors: list[int] = []
-    for run in sorted(runs):
-        directory = known.get(run)
-        ours = recorded(directory) if directory else {}
-        connected = bool(ours.get("agent")) and is_connected(directory or "")
-        pids = members(run, roots=ours.values())
-        for pid in sorted(pids | set(ours.values())):
-            row = {"run_id": run, "pid": pid, "command": command_line(pid)}
-            found.append({**row, "agent": pid in ours.values(), "connected": connected})
+    for run in sorted(run for run in runs if run not in spare and (only is None or run in only)):
+        places = [path for (owner, _), path in known.items() if owner == run]
+        ours = {pid for path in places for pid in recorded(path).values()}
+        connected = any(is_connected(path) for path in places if "agent" in recorded(path))
+        pids = members(run, roots=ours) | ours
+        row = {"run_id": run, "connected": connected}
+        found += [{**row, "pid": p, "command": command_line(p), "agent": p in ours} for p in sorted(pids)]
         if config.get("kill"):
-            send_signal(ours.values(), signal.SIGKILL)
+            send_signal(ours, signal.SIGKILL)
             left = end_all(partial(members, run), config["grace"])
             survivors += left
-            ended += sorted((pids | set(ours.values())) - set(left))
-            if directory and not left:
-                remove_directory(directory)
-    return {"found": found, "ended": ended, "survivors": survivors}
+            ended |= pids - set(left)
+            for path in places if not left else ():
+                remove_directory(path)
+    return {"found": found, "ended": sorted(ended), "survivors": survivors}
