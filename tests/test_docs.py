@@ -57,6 +57,15 @@ def test_a_page_says_what_how_we_know_and_what_to_do(code):
     assert f'"{code}" = "' in silence or "cannot be silenced" in silence
 
 
+@pytest.mark.parametrize("code", sorted(c.name for c in catalogue.CODES.values() if c.level == "static"))
+def test_a_page_says_whether_the_finding_can_be_silenced_or_forced(code):
+    from safelaunch import static
+
+    silence = generate.explain_sections()[code].partition("How to silence")[2]
+    assert ("cannot be silenced" in silence) == (code in static.UNSILENCED)
+    assert ("`--force` does not pass it" in silence) == (code in static.UNFORCED)
+
+
 @pytest.mark.parametrize("code", sorted(catalogue.CODES))
 def test_the_command_prints_the_same_page(code):
     from safelaunch import explain
