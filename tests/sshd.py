@@ -155,12 +155,12 @@ class Sshd:
             f"HostKey {self.directory / 'host_key'}",
             f"AuthorizedKeysFile {self.directory / 'authorized_keys'}",
             "PidFile none",
-            "LogLevel VERBOSE",
             *self.options,
         ]
         given = {option.split()[0] for option in self.options}
         # bash started by sshd reads ~/.bashrc unless it takes itself for an inner shell: SHLVL.
         defaults = [
+            "LogLevel VERBOSE",
             "StrictModes no",
             "UsePAM no",
             "UseDNS no",

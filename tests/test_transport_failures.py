@@ -391,6 +391,32 @@ class TestLogin:
         found = failure(name, server.home, "ssh.password_only")
         assert "password" in found.observed
 
+    @pytest.mark.parametrize("offered", [False, True])
+    def test_login_that_only_openssh_can_try(self, serve, offered):
+        server = serve(f"HostbasedAuthentication {'yes' if offered else 'no'}")
+        server.write_config("HostbasedAuthentication yes")
+        server.user_key.unlink()
+        server.user_key.with_suffix(".pub").unlink()
+        sshds.make_key(server.user_key)
+        found = failure("ssh", server.home, "ssh.auth")
+        # How ssh itself names a key that a file of the configuration gave it.
+        assert ("explicit" in found.observed) is offered
+
+    def test_certificate_of_a_key(self, name, serve, tmp_path):
+        ca = sshds.make_key(tmp_path / "ca")
+        user = subprocess.run(["id", "-un"], check=True, capture_output=True, text=True).stdout.strip()
+        server = serve(f"TrustedUserCAKeys {ca}.pub")
+        shell(f"ssh-keygen -q -s {ca} -I me -n {user} {server.user_key}.pub")
+        (server.directory / "authorized_keys").write_text("")
+        opens(name, server.home)
+        assert "ED25519-CERT" in server.log.read_text()
+        # A server that does not trust the authority still knows the key.
+        plain = serve(addresses=[OTHER], where="b")
+        (plain.directory / "authorized_keys").write_text(server.user_key.with_suffix(".pub").read_text())
+        known = f"[{OTHER}]:{plain.port} {plain.public_host_key}\n"
+        server.known_hosts.write_text(known)
+        opens(name, server.home, OTHER, port=plain.port)
+
     def test_second_factor(self, name, serve):
         server = serve("AuthenticationMethods publickey,password", "PasswordAuthentication yes")
         found = failure(name, server.home, "ssh.password_only")

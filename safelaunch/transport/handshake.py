@@ -38,6 +38,9 @@ _POLL = 5.0
 Nothing waits for it: data wakes the thread, and closing shuts the socket down.
 """
 
+_OTHER_LOGINS = frozenset({"gssapi-with-mic", "gssapi-keyex", "hostbased"})
+"""Ways to log in without typing that paramiko does not know."""
+
 _RSA = ("rsa-sha2-512", "rsa-sha2-256")
 
 # paramiko reports each failed login with a traceback on stderr unless someone listens.
@@ -169,13 +172,22 @@ class _Login:
             if allowed:
                 raise _LoginRefusedError(list(allowed), partial=True)
             return []
-        if self.offered:
-            raise _LoginRefusedError(["publickey"], partial=False)
+        allowed = self._ask(transport)
+        if allowed:
+            raise _LoginRefusedError(allowed, partial=False)
+        return []
+
+    def _ask(self, transport: paramiko.Transport) -> list[str]:
+        """Return what the server would take: it says so to who comes without a key. Empty: it let us in."""
         try:
-            # Without a key this is how a server tells what it would take.
             return transport.auth_none(self._user)
         except paramiko.BadAuthenticationType as error:
-            raise _LoginRefusedError(list(error.allowed_types), partial=False) from error
+            return list(error.allowed_types)
+        except paramiko.AuthenticationException:
+            if not self.offered:
+                raise
+            # One attempt too many for its MaxAuthTries; it did take keys.
+            return ["publickey"]
 
 
 class SshSession:
@@ -308,6 +320,8 @@ class Handshake:
             step = "the key exchange" if policy.fingerprint is None else "the login itself"
             return failures.slow_login(target, step, timeout, seconds)
         if isinstance(error, _LoginRefusedError):
+            if target.other_login and not error.partial and _OTHER_LOGINS & set(error.allowed):
+                raise NeedsOpensshError("no key was taken, but GSSAPI or host-based login may be")
             if error.partial or "publickey" not in error.allowed:
                 return failures.password_only(target, error.allowed, error.partial, seconds)
             return failures.key_refused(target, login.offered, offer.locked, "", seconds)

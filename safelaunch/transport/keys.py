@@ -55,7 +55,7 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class _File:
     path: str
-    identity: Identity | None = None
+    identities: tuple[Identity, ...] = ()
     blob: bytes | None = None
     problem: str = ""
 
@@ -92,8 +92,8 @@ class KeyRing:
         held = {identity.key.asbytes(): identity for identity in self._agent(agent_path)}
         named = [held[file.blob] for file in files if file.blob in held]
         others = [] if only else [identity for identity in held.values() if identity not in named]
-        from_files = [file.identity for file in files if file.identity and file.blob not in held]
         left = [file for file in files if file.blob not in held]
+        from_files = [identity for file in left for identity in file.identities]
         return Offer(
             identities=(*named, *others, *from_files),
             locked=tuple(file.path for file in left if file.problem == "locked"),
@@ -159,7 +159,15 @@ def _load(path: str) -> _File:
         return _File(path, blob=blob, problem="" if _public_part(path) else "foreign")
     except OSError:
         return _File(path, blob=blob)
-    return _File(path, Identity(key, f"{path} ({fingerprint(key.asbytes())})"), key.asbytes())
+    label = f"{path} ({fingerprint(key.asbytes())})"
+    identities = [Identity(key, label)]
+    if key.public_blob is not None:
+        # A certificate lies beside it: OpenSSH offers the certificate, then the key alone.
+        identities = [
+            Identity(key, f"{path}-cert.pub"),
+            Identity(type(key).from_private_key_file(path), label),
+        ]
+    return _File(path, tuple(identities), key.asbytes())
 
 
 def _public_part(path: str) -> bytes | None:
