@@ -285,7 +285,8 @@ def test_real_command_lines_have_no_error():
     assert len(lines) > 150
     for line, argv in lines:
         # The variable that holds all options would hold the script too.
-        argv += [] if any(not word.startswith("-") for word in argv) else ["train.py"]
+        if all(word.startswith("-") for word in argv):
+            argv.append("train.py")
         for command in ([], ["check"]):
             wrong = [
                 f
