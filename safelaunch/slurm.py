@@ -194,7 +194,7 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[list[int] | None, st
             return [number] * nodes, name
     tasks = _counts(environ.get("SLURM_TASKS_PER_NODE", ""))
     a_task = _gpus(environ.get("SLURM_GPUS_PER_TASK", ""))
-    if len(tasks) == nodes and (a_task or not environ.get("SLURM_GPUS")):
+    if len(tasks) == nodes and all(tasks) and (a_task or not environ.get("SLURM_GPUS")):
         name = "SLURM_GPUS_PER_TASK" if a_task else "SLURM_TASKS_PER_NODE"
         return [count * (a_task or 1) for count in tasks], name
     if environ.get("SLURM_GPUS"):

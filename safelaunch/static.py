@@ -111,7 +111,7 @@ def validate(
         plan=plan,
         settings=loaded.settings,
         origins=loaded.origins,
-        findings=tuple(_overridden(findings, loaded.settings.checks)),
+        findings=tuple(_overridden(findings, loaded.settings.checks, planned=plan is not None)),
         notes=(*pool.notes, *_no_ssh_notes(invocation, chosen)),
     )
 
@@ -299,11 +299,11 @@ def _no_ssh_notes(invocation: Invocation, selection: Selection) -> tuple[str, ..
     return (f"--no_ssh without --master_addr: the ranks meet on {selection.nodes[0].name}, by that name",)
 
 
-def _overridden(findings: Iterable[Finding], rules: Mapping[str, str]) -> list[Finding]:
-    """Apply `[checks]`, except to errors that no setting can undo."""
+def _overridden(findings: Iterable[Finding], rules: Mapping[str, str], *, planned: bool) -> list[Finding]:
+    """Apply `[checks]`, except to errors that no setting can undo; without a plan, to no error."""
     result = []
     for finding in findings:
-        firm = finding.severity is Severity.ERROR and finding.code in UNSILENCED
+        firm = finding.severity is Severity.ERROR and (finding.code in UNSILENCED or not planned)
         result += [finding] if firm else override([finding], rules)
     return result
 
