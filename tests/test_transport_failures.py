@@ -495,6 +495,15 @@ class TestLogin:
         opens(name, server.home, f"{user}@{HOST}", port=server.port)
 
 
+def test_ipv6(name, serve):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1 ({error})")
+    session = opens(name, serve(addresses=["::1"]).home, "::1")
+    assert session.address == "::1"
+
+
 class TestProxy:
     @pytest.fixture
     def jump(self, serve):
@@ -589,6 +598,28 @@ class TestManyHosts:
         assert not [host for host in good if isinstance(results[host], Unreachable)]
         assert max(seconds[host] for host in good) < 7
         assert set(codes.values()) == {"ssh.no_banner", "ssh.timeout"}
+
+    def test_interrupted_while_it_waits(self, name, serve):
+        server = serve()
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(silent_at(OTHER, server.port, b""))
+            before = set(threading.enumerate())
+            transport = choose.make(
+                name, [HOST, OTHER], ssh_port=None, fanout=8, environ=os.environ, home=str(server.home)
+            )
+            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            started = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                transport.open([HOST, OTHER], lambda *_: None, timeout=60)
+            transport.close()
+            while left := set(threading.enumerate()) - before:
+                assert time.monotonic() - started < LONG, left
+                time.sleep(0.01)
 
     def test_each_host_is_reported_once(self, name, serve):
         server = serve()

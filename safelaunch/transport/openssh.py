@@ -176,6 +176,7 @@ class OpensshTransport:
         self._directory: str | None = None
         self._masters = 0
         self._sessions: list[OpensshSession] = []
+        self._under_way: set[ProcessChannel] = set()
         self._closed = False
 
     def open(
@@ -186,9 +187,13 @@ class OpensshTransport:
         timeout: float,
     ) -> None:
         opening = self.opening(on_open, timeout=timeout)
-        for host in dict.fromkeys(hosts):
-            opening.add(host)
-        opening.finish()
+        try:
+            for host in dict.fromkeys(hosts):
+                opening.add(host)
+            opening.finish()
+        except BaseException:
+            opening.stop()
+            raise
 
     def opening(self, on_open: Callable[[str, Session | Unreachable], None], *, timeout: float) -> Opening:
         """Begin to open hosts that will be named one by one."""
@@ -198,9 +203,12 @@ class OpensshTransport:
         with self._lock:
             self._closed = True
             sessions, self._sessions = self._sessions, []
+            under_way = list(self._under_way)
             directory, self._directory = self._directory, None
         for session in sessions:
             session.close()
+        for master in under_way:
+            master.close()
         self._watchdog.close()
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
@@ -220,7 +228,7 @@ class OpensshTransport:
             if isinstance(result, OpensshSession):
                 self._keep(result)
                 return result
-            if not story.dropped or target.proxy:
+            if not story.dropped or target.proxy or self._closed:
                 return result
             drops += 1
             pause = pause_after(drops)
@@ -237,6 +245,11 @@ class OpensshTransport:
         ready = f"exec /bin/sh -c {shlex.quote(f'echo {marker}; exec cat >/dev/null')}"
         left = max(0.1, deadline - time.monotonic())
         master = ProcessChannel([*self._master_line(target, path, left), ready], environ=self._environ)
+        with self._lock:
+            self._under_way.add(master)
+            closed = self._closed
+        if closed:
+            master.close()
         try:
             with self._watchdog.limit(left, master.close) as alarm:
                 opened, output = _wait_for_line(master, marker.encode())
@@ -251,6 +264,9 @@ class OpensshTransport:
         except BaseException:
             master.close()
             raise
+        finally:
+            with self._lock:
+                self._under_way.discard(master)
         master.close()
         result = openssh_text.judge(
             story,
