@@ -68,9 +68,9 @@ class Here:
             return None
 
     def stat(self, name: str) -> os.stat_result | None:
-        """Return what is known of a file, None where there is none that we can see."""
+        """Return what is known of a file, None where there is none that we can see, or no name."""
         try:
-            return os.stat(self.path(name))
+            return os.stat(self.path(name)) if name else None
         except (OSError, ValueError):
             return None
 

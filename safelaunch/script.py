@@ -23,7 +23,6 @@ _EXPLICIT = ("deepspeed_config", "deepscale_config")
 _TRAINER = "deepspeed"
 """The Hugging Face Trainer's: a config, or with other scripts a switch."""
 _CONFIG_NAME = re.compile(r".*\.h?json", re.IGNORECASE | re.DOTALL)
-_SHEBANG = re.compile(rb"#!\s*(\S+)(?:[ \t]+(\S+))?")
 _SHELL_NAMES = (".sh", ".bash", ".zsh", ".ksh", ".csh", ".fish")
 
 
@@ -108,14 +107,11 @@ def _python(script: str, here: Here) -> list[Finding]:
             _finding("script.missing", f"{show(script)} can't be read", why, f"ls -l {shlex.quote(script)}")
         ]
     what = ""
-    shebang = _SHEBANG.match(start)
+    interpreter = _interpreter(start)
     if start.startswith(b"\x7fELF"):
         what = "a compiled program"
-    elif shebang is not None:
-        words = [os.path.basename(word).decode(errors="replace") for word in shebang.groups() if word]
-        interpreter = words[-1] if words[0] == "env" else words[0]
-        if "py" not in interpreter and not interpreter.startswith("-"):
-            what = f"a script for {show(interpreter)}"
+    elif interpreter and "py" not in interpreter:
+        what = f"a script for {show(interpreter)}"
     elif script.endswith(_SHELL_NAMES):
         what = "a shell script by its name"
     elif b"\0" in start and not start.startswith(b"PK"):
@@ -136,6 +132,15 @@ def _python(script: str, here: Here) -> list[Finding]:
     ]
 
 
+def _interpreter(start: bytes) -> str:
+    """Return the program that a `#!` line names, the one behind `env` too; nothing where there is none."""
+    if not start.startswith(b"#!"):
+        return ""
+    words = start[2:].split(b"\n", 1)[0].decode(errors="replace").split()
+    names = [os.path.basename(word) for word in words if not word.startswith("-") and "=" not in word]
+    return next((name for name in names if name != "env"), "")
+
+
 def _runnable_folder(program: Program, here: Here) -> bool:
     main = os.path.join(program.script, "__main__.py")
     return program.kind == "python" and here.is_folder(program.script) and here.is_file(main)
@@ -153,12 +158,11 @@ def _missing(program: Program, here: Here) -> Finding:
     observed = f"there is no {show(here.path(script))}"
     observed += f"; near it: {', '.join(map(show, near))}" if near else ""
     why = "it is looked up from the current directory, as deepspeed does on every node"
-    if near:
-        return _finding("script.missing", observed, why, shlex.quote(near[0]))
-    dotted = re.fullmatch(r"\w+(\.\w+)+", script) and not script.endswith(".py")
-    fix = f"--module {script}" if dotted and here.module(script) else "correct the path of the script"
-    if program.kind == "python" and os.sep not in script and here.program(script):
-        fix = f"--no_python {script} runs {here.program(script)}"
+    fix = shlex.quote(near[0]) if near else "correct the path of the script"
+    if not script.endswith(".py") and "." in script and here.module(script):
+        fix = f"--module {script}"
+    elif program.kind == "python" and os.sep not in script and here.program(script):
+        fix = f"--no_python {script}, which runs {here.program(script)}"
     return _finding("script.missing", observed, why, fix)
 
 
