@@ -198,22 +198,23 @@ def test_process_substitution(place):
         os.close(read)
 
 
-@pytest.mark.parametrize(
-    "file", sorted((ROOT / "hostfiles" / "broken").glob("*[!t]")), ids=lambda path: path.name
-)
-def test_broken_samples_give_their_findings(place, file):
-    expect = file.with_suffix(".expect")
-    text = (expect if expect.exists() else file).read_text(errors="surrogateescape")
-    stated = re.findall(r"expect: (\S+) (error|warning)(?: line=(\d+) column=(\d+))?", text)
-    if not any(code.startswith("hostfile.") for code, *_ in stated):
-        pytest.skip("it states nothing of the hostfile alone")
+def broken_samples():
+    """Return each sample of hostfiles/broken that states something of the hostfile alone, with what it states."""
+    for file in sorted((ROOT / "hostfiles" / "broken").iterdir()):
+        expect = file.with_suffix(".expect")
+        text = (expect if expect.exists() else file).read_text(errors="surrogateescape")
+        stated = re.findall(r"expect: (hostfile\.\S+) (error|warning)(?: line=(\d+))?", text)
+        if stated and file != expect:
+            yield pytest.param(file, stated, id=file.name)
 
+
+@pytest.mark.parametrize(("file", "stated"), broken_samples())
+def test_broken_samples_give_their_findings(place, file, stated):
     result = place.check(["check", "--hostfile", str(file)])
-    found = {(f.code, f.severity.value, f.where.line if f.where else None) for f in result.findings}
+    found = {(f.code, f.severity.value, str(f.where.line or "") if f.where else "") for f in result.findings}
 
-    for code, severity, line, _ in stated:
-        assert (code, severity, int(line) if line else None) in found or not line
-    assert catalogue.exit_status(result.findings) == (78 if any(s == "error" for _, s, *_ in stated) else 0)
+    assert set(stated) <= found
+    assert catalogue.exit_status(result.findings) == (78 if any(s == "error" for _, s, _ in stated) else 0)
 
 
 def test_the_job_hostfile_is_taken_and_said(place):
@@ -300,7 +301,7 @@ def test_this_machine_without_gpus(place):
     assert hosts(place.check("train.py")) == [("localhost", (0,))]
     place.tool(
         "numactl",
-        "echo 'available: 3 nodes (0-2)'; echo 'node 0 cpus: 0 1'; echo 'node 1 cpus: 2'; echo 'node 2 cpus:'",
+        "echo 'available: 3 nodes'; echo 'node 0 cpus: 0 1'; echo 'node 1 cpus: 2'; echo 'node 2 cpus:'",
     )
     assert hosts(place.check("train.py")) == [("localhost", (0, 1))]
 
@@ -620,9 +621,10 @@ def test_check_needs_no_script(place):
 
 
 WORDS = """
-    --hostfile hosts none train.py --include node1 node1:0@node2 localhost:0 --num_gpus 3 -1 --num_nodes 0 --no_ssh
-    --node_rank 1 --master_addr localhost --master_port 70000 --module --no_python --deepspeed --deepspeed_config
-    ds.json --launcher slurm -- --force --env A=1 --config check --exclude ~ --venv_script --transport local .
+    --hostfile hosts none train.py --include node1 node1:0@node2 localhost:0 --num_gpus 3 -1 --num_nodes 0
+    --no_ssh --node_rank 1 --master_addr localhost --master_port 70000 --module --no_python --deepspeed ds.json
+    --deepspeed_config --launcher slurm -- --force --env A=1 --config check --exclude ~ --venv_script --transport
+    local .
 """
 words = st.sampled_from([*WORDS.split(), "", "\udcff", "a\0b"])
 NAMES = """
