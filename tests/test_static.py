@@ -199,7 +199,7 @@ def test_process_substitution(place):
 
 
 def broken_samples():
-    """Return each sample of hostfiles/broken that states something of the hostfile alone, with what it states."""
+    """Yield each sample of hostfiles/broken that states findings of the hostfile alone, and those."""
     for file in sorted((ROOT / "hostfiles" / "broken").iterdir()):
         expect = file.with_suffix(".expect")
         text = (expect if expect.exists() else file).read_text(errors="surrogateescape")
@@ -208,7 +208,7 @@ def broken_samples():
             yield pytest.param(file, stated, id=file.name)
 
 
-@pytest.mark.parametrize(("file", "stated"), broken_samples())
+@pytest.mark.parametrize(("file", "stated"), list(broken_samples()))
 def test_broken_samples_give_their_findings(place, file, stated):
     result = place.check(["check", "--hostfile", str(file)])
     found = {(f.code, f.severity.value, str(f.where.line or "") if f.where else "") for f in result.findings}
@@ -622,9 +622,9 @@ def test_check_needs_no_script(place):
 
 WORDS = """
     --hostfile hosts none train.py --include node1 node1:0@node2 localhost:0 --num_gpus 3 -1 --num_nodes 0
-    --no_ssh --node_rank 1 --master_addr localhost --master_port 70000 --module --no_python --deepspeed ds.json
-    --deepspeed_config --launcher slurm -- --force --env A=1 --config check --exclude ~ --venv_script --transport
-    local .
+    --no_ssh --node_rank 1 --master_addr localhost --master_port 70000 --module --no_python --deepspeed
+    ds.json --deepspeed_config --launcher slurm -- --force --env A=1 --config check --exclude ~ --transport
+    --venv_script local .
 """
 words = st.sampled_from([*WORDS.split(), "", "\udcff", "a\0b"])
 NAMES = """
