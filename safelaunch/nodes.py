@@ -151,7 +151,7 @@ def _from_file(name: str, here: Here) -> Pool:
         return Pool(hosts=(), findings=(finding,), hostfile=name)
     parsed = hostfile.parse(text, name)
     status = here.stat(name)
-    owner = ()
+    owner: tuple[Finding, ...] = ()
     if status is not None:
         owner = hostfile.ownership_findings(name, status, os.getuid(), slurm.job_start(here.environ))
     return Pool(hosts=parsed.hosts, findings=(*parsed.findings, *owner), hostfile=name)
