@@ -97,7 +97,7 @@ def address_findings(address: str, nodes: Sequence[Node], *, local: bool) -> lis
     observed = f"--master_addr {show(address)} is none of the selected nodes, {names}"
     if other is not None:
         observed = f"--master_addr {show(address)} is node {other.node_rank}, but rank 0 runs on {first.name}"
-    elif near and near[0] != first.name:
+    elif near:
         observed += f"; nearest: {near[0]}"
     return [
         Finding(

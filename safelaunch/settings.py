@@ -289,7 +289,7 @@ def _places(text: str) -> dict[tuple[str, ...], tuple[int, int]]:
         header = first.startswith("[")
         paths = list(_paths(parsed))
         for path in paths:
-            places.setdefault(path if header else prefix + path, at)
+            places[path if header else prefix + path] = at
         if header:
             prefix = paths[-1]
         statement = []

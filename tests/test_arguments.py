@@ -39,6 +39,7 @@ def found(invocation, severity=None):
         ),
         ("-Hhosts -q train.py", {"hostfile": "hosts", "quiet": True}, "train.py", []),
         ("-qHhosts train.py", {"hostfile": "hosts", "quiet": True}, "train.py", []),
+        ("-qH=hosts train.py", {"hostfile": "hosts", "quiet": True}, "train.py", []),
         ("-qH hosts train.py", {"hostfile": "hosts", "quiet": True}, "train.py", []),
         ("--hostf hosts --no_ssh_ch train.py", {"hostfile": "hosts", "no_ssh_check": True}, "train.py", []),
         ("--num_acc 3 train.py", {"num_gpus": 3}, "train.py", []),

@@ -263,6 +263,8 @@ def test_options_of_some_versions_only(installed, flag, there):
 def test_an_abbreviation_means_what_the_installed_version_has():
     assert codes(["--lo", "error", "t.py"], "0.17.6") == []
     assert codes(["--lo", "error", "t.py"], "0.17.5") == ["cli.version_option"]
+    assert codes(["--no_s", "t.py"], "0.14.0") == []
+    assert codes(["--no_s", "t.py"], "0.14.5") == ["cli.unknown_option"]
     # --min is short for an option of 0.19.7; --el of 0.19.8 would be nothing
     assert codes(["--el", "t.py"], "0.19.8") == ["cli.version_option"]
 
@@ -275,6 +277,7 @@ def test_an_abbreviation_means_what_the_installed_version_has():
         (["--bind_cores_to_rank", "--bind_core_list", "4-2", "t.py"], "cli.value"),
         (["--bind_cores_to_rank", "--bind_core_list", "0-3,2", "t.py"], "cli.value"),
         (["--bind_cores_to_rank", "--bind_core_list", "a", "t.py"], "cli.value"),
+        (["--bind_cores_to_rank", "--bind_core_list", "0-3,3", "t.py"], "cli.value"),
         (["--num_gpus", "999999999", "t.py"], "cli.value"),
         (["--autotuning", "run", "t.py"], "cli.not_yet"),
         (["--elastic_training", "t.py"], "cli.not_yet"),

@@ -212,7 +212,8 @@ def test_what_is_wrong_with_a_file(text, code, line, column, words):
 
 
 def test_line_ends_of_windows_and_tables_of_others_do_not_shift_the_place():
-    text = "[tool.x]\r\nrace = '''\r\n[tool.safelaunch]\r\n'''\r\n[tool.safelaunch]\r\n\r\ngrase = 3\r\n"
+    text = "[tool.x]\r\nrace = '''\r\n[tool.safelaunch]\r\n'''"
+    text += "\r\n[tool.safelaunch]\r\n\r\ngrase = 3\r\n[a.b]\r\ngrase = 4"
 
     assert places(load({PYPROJECT: text})) == [("settings.unknown_key", PYPROJECT, 7, 1)]
 
@@ -241,6 +242,7 @@ def test_values_that_this_version_can_not_serve():
     )
     # What the command line overrides asks for nothing; the flag itself is judged with the command line.
     assert codes(files={PROJECT: "max_restarts = 2"}, flags={"max_restarts": 0}) == []
+    assert codes(flags={"max_restarts": 2}) == []
 
 
 def test_tables_are_merged_key_by_key():

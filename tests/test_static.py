@@ -250,6 +250,7 @@ def test_a_slurm_job_of_this_node_alone_is_this_machine(place):
     assert hosts(result) == [("localhost", (2, 3))]
     assert result.plan.transport == "local"
     assert hosts(place.check("--include localhost:1 train.py", **job)) == [("localhost", (1,))]
+    assert hosts(place.check("--include node1:1 train.py", **job)) == [("node1", (1,))]
 
 
 def test_slurm_against_the_hostfile_and_srun(place):
@@ -379,6 +380,7 @@ def test_a_master_address_can_not_be_judged_by_name_where_hosts_are_addresses(pl
         ("pkg.mod", "script.missing", "--module pkg.mod"),
         ("run.sh", "script.not_python", "--no_python ./run.sh"),
         ("tool", "script.not_python", "bash"),
+        ("tool3", "script.not_python", "bash"),
         ("elf", "script.not_python", "compiled"),
         ("folder", "script.not_python", "__main__.py"),
         ("--no_python run.sh", "script.missing", "./run.sh"),
@@ -427,6 +429,7 @@ def prepare_scripts(place):
     place.tool("ls", "")
     place.write("run.sh", "echo\n")
     place.write("tool", "#!/usr/bin/env -S bash -e\n", 0o755)
+    place.write("tool3", "#!/usr/bin/env -S PYTHON_py=1 bash\n")
     place.write("tool2", "#!/usr/bin/env python3\n")
     place.write("unnamed", "print()\n")
     place.write("elf", b"\x7fELF\0\0")
@@ -505,6 +508,8 @@ def test_the_batch_is_judged_by_the_world_of_the_plan(place):
     # Where the nodes are in doubt, so is the sum.
     doubtful = place.check("--hostfile hosts --include node3 train.py --deepspeed_config ds.json")
     assert codes(doubtful) == ["select.unknown_host"]
+    place.write("odd", "node1 slots=2\nnode2 slots=2x\n")
+    assert codes(place.check("--hostfile odd train.py --deepspeed_config ds.json")) == ["hostfile.syntax"]
 
 
 def test_the_order_of_variables(place):
