@@ -82,6 +82,12 @@ class Invocation:
         return self.deepspeed.get(dest, deepspeed_cli.BY_DEST[dest].default)
 
     @property
+    def verbosity(self) -> int:
+        """How often --verbose was given."""
+        count = self.flags.get("verbose", 0)
+        return count if isinstance(count, int) else 0
+
+    @property
     def checking(self) -> bool:
         """Whether nothing is to be started."""
         return self.command == "check" or bool(self.flags.get("check_only"))
