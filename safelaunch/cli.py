@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dispatch(invocation: Invocation) -> int:
-    console = _console(invocation)
     if invocation.command == "version":
         print(f"safelaunch {__version__}")  # noqa: T201 - asked for on stdout
         return 0
@@ -51,7 +50,8 @@ def _dispatch(invocation: Invocation) -> int:
         from safelaunch import running  # noqa: PLC0415 - `--help` needs none of this
 
         start = running.launch if invocation.command == "run" else running.check
-        return start(invocation, console)
+        return start(invocation)
+    console = _console(invocation)
     status = catalogue.exit_status(invocation.findings)
     console.findings(invocation.findings)
     if status:

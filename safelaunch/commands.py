@@ -92,7 +92,7 @@ def _ranks(run: runs.Run) -> list[dict[str, Any]]:
 def stop(invocation: Invocation, console: Console) -> int:
     """Ask a run's launcher to end it; where the launcher is dead, end what it left."""
     try:
-        run = runs.find(runs.root(os.environ), invocation.run or "latest")
+        run = runs.find(runs.root(os.environ), invocation.run or "")
     except runs.NoSuchRunError as error:
         console.say(str(error), "bold red")
         return catalogue.USAGE

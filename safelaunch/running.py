@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from safelaunch import catalogue, diagnose, documents, runs, static, timeouts
 from safelaunch import preflight as preflights
+from safelaunch.console import Console
 from safelaunch.job import Job, Note
 from safelaunch.launch import Links, Rendezvous, agent_config
 from safelaunch.output import RunOutput
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from safelaunch.arguments import Invocation
-    from safelaunch.console import Console
     from safelaunch.findings import Finding
     from safelaunch.plan import Plan, Variable
     from safelaunch.preflight import Preflight
@@ -45,12 +45,16 @@ class InterruptedRunError(Exception):
         self.signum = signum
 
 
-def check(invocation: Invocation, console: Console) -> int:
+def check(invocation: Invocation) -> int:
     """Validate and preflight; start nothing."""
     checked = _validate(invocation)
     if invocation.flags.get("show_settings"):
         print(checked.settings_text())  # noqa: T201 - asked for on stdout
         return catalogue.exit_status(checked.findings)
+    return _check(checked, _console(checked))
+
+
+def _check(checked: Static, console: Console) -> int:
     plan = checked.plan
     if plan is None or catalogue.exit_status(checked.findings) or plan.level == "off":
         nodes = plan.nodes if plan is not None else ()
@@ -64,7 +68,7 @@ def check(invocation: Invocation, console: Console) -> int:
             transport.close()
         findings = [*checked.findings, *preflight.findings]
         document = preflight.document(checked.findings)
-    if invocation.flags.get("json"):
+    if checked.settings.json:
         print(json.dumps(document, indent=2))  # noqa: T201
     else:
         for note in checked.notes:
@@ -91,36 +95,41 @@ def _check_summary(document: dict[str, Any]) -> str:
     return f"{verdict}: {', '.join(words) or 'nothing found'}; {reach}"
 
 
-def launch(invocation: Invocation, console: Console) -> int:
+def launch(invocation: Invocation) -> int:
     """Validate, preflight, launch and supervise; return the exit status of the run."""
-    if invocation.flags.get("check_only"):
-        return check(invocation, console)
     checked = _validate(invocation)
+    console = _console(checked)
+    if checked.settings.check_only:
+        return _check(checked, console)
     console.findings(checked.findings)
     status = catalogue.exit_status(checked.findings)
     plan = checked.plan
-    if plan is None or (status and not plan.force):
+    if plan is None or plan.program is None or (status and not plan.force):
         console.say("nothing was started", "bold red")
         return status or catalogue.CONFIGURATION
     for note in checked.notes:
         console.say(note)
-    if invocation.flags.get("dry_run"):
+    if checked.settings.dry_run:
         print(_dry_run(plan))  # noqa: T201 - asked for on stdout
         return 0
-    script = plan.program.script if plan.program else "run"
     root = runs.root(os.environ)
-    run, lock = runs.create(root, script, checked.settings.run_dir)
+    run, lock = runs.create(root, plan.program.script, checked.settings.run_dir)
     try:
         with contextlib.closing(lock), open(run.file("events.jsonl"), "a", encoding="utf-8") as events:
-            outcome = _Running(run, plan, checked, console, Recorder(events), invocation).whole_run()
+            outcome = _Running(run, plan, checked, console, Recorder(events), invocation.argv).whole_run()
     except Exception as error:
         error.run_directory = run.path  # type: ignore[attr-defined]  # tells the boundary where to put the traceback
         raise
     finally:
         runs.prune(root, checked.settings.keep_runs)
-    if invocation.flags.get("json"):
+    if checked.settings.json:
         console.line(json.dumps(outcome))
     return int(outcome["exit_status"])
+
+
+def _console(checked: Static) -> Console:
+    chosen = checked.settings
+    return Console(sys.stderr, plain=chosen.plain or chosen.no_color, verbosity=chosen.verbose)
 
 
 class Recorder:
@@ -149,7 +158,7 @@ class _Running:
     checked: Static
     console: Console
     recorder: Recorder
-    invocation: Invocation
+    argv: Sequence[str]
 
     def whole_run(self) -> dict[str, Any]:
         """Run all stages; whatever happens, outcome.json is written and no connection stays open."""
@@ -203,7 +212,12 @@ class _Running:
         meet = Rendezvous(address=preflight.master_addr, port=preflight.master_port)
         variables = {node.name: self._variables(node.name) for node in plan.local_nodes}
         self._write_plan(meet, variables)
-        output = RunOutput(self.run.file("logs"), sys.stdout.buffer, sys.stderr.buffer, echo_launcher=self.invocation.verbosity > 0)
+        output = RunOutput(
+            self.run.file("logs"),
+            sys.stdout.buffer,
+            sys.stderr.buffer,
+            echo_launcher=self.checked.settings.verbose > 0,
+        )
         events: Events = Events()
 
         def emit(kind: str, host: str, value: Any) -> None:
@@ -233,7 +247,7 @@ class _Running:
     def _variables(self, host: str) -> dict[str, Variable]:
         variables = self.plan.variables_for(host)
         taken = {*variables, *os.environ} if self.plan.transport == "local" else set(variables)
-        for tuned in timeouts.debug_settings(taken, _version("torch"), self.invocation.verbosity):
+        for tuned in timeouts.debug_settings(taken, _version("torch"), self.checked.settings.verbose):
             variables[tuned.name] = tuned
         return variables
 
@@ -241,7 +255,7 @@ class _Running:
         document = documents.plan_document(
             self.plan,
             run_id=self.run.run_id,
-            command=["safelaunch", *self.invocation.argv],
+            command=["safelaunch", *self.argv],
             meet=meet,
             variables=variables,
             versions={name: _version(name) for name in ("deepspeed", "torch")},

@@ -120,6 +120,11 @@ def probe_failure(
     elif "no space left" in output.lower():
         code, observed = "ssh.no_space", f"no space left to start a program{said}"
         why, fix = "A node that can't write can't train.", f"ssh {host} df -h / /tmp /var"
+    elif "Traceback" not in output:
+        code = "ssh.account"
+        observed = f"the login works, but our command did not run: it ended with status {status}{said}"
+        why = "The account has no shell (nologin), is tied to one command, or its start-up exits."
+        fix = f"ssh {host} true; on the node: getent passwd $USER"
     return Unreachable(host=host, code=code, observed=observed, why=why, fix=fix, seconds=seconds)
 
 
