@@ -40,7 +40,7 @@ def first_rank(command: Sequence[str], env: dict[str, str], cwd: str) -> float:
 def measure(rounds: int, directory: str) -> list[Row]:
     """Boot a two-node bed below `directory`, measure, and take it down again."""
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "SAFELAUNCH_RUN_ROOT": os.path.join(directory, "runs")}
-    env = {**env, "TESTBED_DIR": os.path.join(directory, "bed"), "TESTBED_NODES": "2"}
+    bed = [TESTBED, "--dir", os.path.join(directory, "bed")]
     work = os.path.join(directory, "work")
     os.makedirs(work)
     with open(os.path.join(work, "hosts"), "w") as stream:
@@ -48,7 +48,7 @@ def measure(rounds: int, directory: str) -> list[Row]:
     with open(os.path.join(work, "train.py"), "w") as stream:
         stream.write(SCRIPT)
     programs = os.path.dirname(sys.executable)
-    head = [TESTBED, "head"]
+    head = [*bed, "head"]
     commands = {
         "safelaunch --preflight quick": [
             *head,
@@ -62,7 +62,7 @@ def measure(rounds: int, directory: str) -> list[Row]:
         "safelaunch": [*head, os.path.join(programs, "safelaunch"), "--hostfile", "hosts", "train.py"],
         "deepspeed (pdsh)": [*head, os.path.join(programs, "deepspeed"), "--hostfile", "hosts", "train.py"],
     }
-    subprocess.run([TESTBED, "up"], check=True, env=env, stdout=subprocess.DEVNULL)
+    subprocess.run([*bed, "up", "--nodes", "2"], check=True, env=env, stdout=subprocess.DEVNULL)
     try:
         medians = interleaved(
             {
@@ -72,7 +72,7 @@ def measure(rounds: int, directory: str) -> list[Row]:
             rounds,
         )
     finally:
-        subprocess.run([TESTBED, "down"], check=True, env=env, stdout=subprocess.DEVNULL)
+        subprocess.run([*bed, "down"], check=True, env=env, stdout=subprocess.DEVNULL)
     stock = medians["deepspeed (pdsh)"]
     ratio = medians["safelaunch --preflight quick"] / stock
     peers = {f"{name} (s)": seconds for name, seconds in medians.items()}

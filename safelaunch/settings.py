@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from safelaunch.options import Value
 
 PREFIX = "SAFELAUNCH_"
-NOT_SETTINGS = frozenset({"SAFELAUNCH_RUN_ID", "SAFELAUNCH_RUN_ROOT", "SAFELAUNCH_CONFIG"})
+NOT_SETTINGS = frozenset(
+    {"SAFELAUNCH_RUN_ID", "SAFELAUNCH_NODE", "SAFELAUNCH_PYTHON", "SAFELAUNCH_RUN_ROOT", "SAFELAUNCH_CONFIG"}
+)
 """Variables of ours that are no settings: the run a process belongs to, where runs are kept, --config."""
 SEVERITIES = ("error", "warning", "info", "off")
 _TABLES = ("checks", "env", "nodes")
