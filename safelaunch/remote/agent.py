@@ -2,316 +2,346 @@
 
 It arrives on stdin; docs/reference/node-programs.md is its contract. The process that was started becomes a
 relay; the agent proper is forked away and speaks through a Unix socket, so that a broken connection costs
-only the relay. The agent in turn forks a guardian, which ends the run if the agent dies.
+only the relay. Between the two stands the guardian, the agent's parent: it ends the run if the agent dies,
+and inherits the agent's orphans then.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import json
 import os
-import re
 import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
+import traceback
 import types
 from collections import deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
+    from safelaunch.remote import agent_files as files
+    from safelaunch.remote import agent_guard as guarding
     from safelaunch.remote import agent_processes as procs
-    from safelaunch.remote import agent_ranks as watching
+    from safelaunch.remote import agent_ranks as ranks
+    from safelaunch.remote import agent_relay as relaying
+    from safelaunch.remote import agent_start as starting
+    from safelaunch.remote import agent_sweep as sweeping
+    from safelaunch.remote import agent_talk as talk
 else:
     # `parts` are the sources of our parts, put here by transport/program.py in the order of their names.
-    procs, watching = types.ModuleType("agent_processes"), types.ModuleType("agent_ranks")
-    for _module, _source in zip((procs, watching), globals()["parts"]):
-        exec(compile(_source, "safelaunch-" + _module.__name__, "exec"), _module.__dict__)  # noqa: S102
+    _names = ["files", "guarding", "procs", "ranks", "relaying", "starting", "sweeping", "talk"]
+    _modules = {name: types.ModuleType(name) for name in _names}
+    for _name, _source in zip(_names, globals()["parts"]):
+        _modules[_name].__dict__.update(_modules)
+        exec(compile(_source, "safelaunch-agent-" + _name, "exec"), _modules[_name].__dict__)  # noqa: S102
+    globals().update(_modules)
 
-POLL_FAST, POLL_SLOW = 0.02, 0.2
-"""Seconds between two looks at files and processes: while something moves, and while nothing does."""
-BACKLOG = 8_388_608
-"""Bytes of output that may be on their way unconfirmed; beyond that they stay in the files."""
-LEFTOVER_GRACE = 1.0
-"""Seconds from TERM to KILL for what is left when all ranks are gone."""
-UNSEEN_EXIT = 2.5
-"""Seconds within which launch.py, which polls once a second, logs the status of a rank we saw too late."""
-ORPHANED_RANKS = 10.0
-"""Seconds that ranks whose node launcher died may wait for the order to stop."""
-FAREWELL = b'{"event": "farewell"}\n'
+REST_SHORT, REST_LONG = 0.02, 0.2
+"""Seconds between two looks at files: while something moves, and while nothing does."""
+PATIENCE = 10.0
+"""Seconds after a failure in which the launcher may gather evidence and give the order to stop."""
 
 
 class Agent:
     """One node's part of a run."""
 
-    def __init__(self, config: dict[str, Any], directory: str, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        directory: str,
+        listener: socket.socket,
+        guardian: procs.Process,
+        guard_pipe: int,
+    ) -> None:
         self.config = config
         self.directory = directory
         self.listener = listener
-        self.run_id: str = config["run_id"]
-        self.node: str = config["node"]
+        self.guardian = guardian
+        self.guard_pipe = guard_pipe
         self.selector = selectors.DefaultSelector()
-        self.selector.register(listener, selectors.EVENT_READ, self.accept)
-        self.client: socket.socket | None = None
-        self.incoming = self.outgoing = b""
-        self.events: deque[tuple[int, bytes]] = deque()
-        self.seq = self.sent = self.unconfirmed = 0
-        self.heard = self.moved = time.monotonic()
+        self.outbox = talk.Outbox()
+        self.client: talk.Connection | None = None
+        self.heard = time.monotonic()  # when the launcher was last there
+        self.rest = REST_SHORT
+        self.more_to_send = False
         self.waiting: dict[int, int] = dict(config["ranks"])
-        self.ranks: dict[int, watching.RankProcess] = {}
-        self.tails: list[watching.Tail] = []
-        self.rank_logs: dict[int, Any] = {}
-        self.launcher: int | None = None
-        self.launcher_gone: float | None = None
-        self.memory_kills = watching.memory_kills()
-        self.stop_at: float | None = None
-        self.kill_at = 0.0
-        self.ranks_gone_at: float | None = None
-        self.survivors: set[int] | None = None
-        self.finished = self.leaving = False
-        self.guardian = 0
-        self.guard_pipe = -1
+        self.ranks: dict[int, ranks.Rank] = {}
+        self.reaped: dict[int, int] = {}
+        self.tails: deque[files.Tail] = deque()
+        self.launcher_log: files.Tail | None = None
+        self.logs: list[files.RankLog] = []
+        self.launcher: procs.Process | None = None
+        self.launcher_end: dict[str, Any] | None = None
+        self.memory_kills = ranks.MemoryKills()
+        self.rank_failed = False
+        self.failed_at: float | None = None
+        self.ending: procs.Ending | None = None
+        self.next_step = 0.0
+        self.over = self.finished = self.leaving = self.told_to_stop = self.abandoned = False
 
     # --- starting
 
     def run(self) -> None:
         """Start the node launcher, and serve until the run is over here."""
-        watching.become_subreaper()
-        signal.signal(signal.SIGTERM, lambda *_: self.stop(self.config["grace"], "the agent got SIGTERM"))
-        for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(signum, signal.SIG_IGN)
-        self.start_guardian()
-        self.emit("agent_started", pid=os.getpid(), directory=self.directory)
+        procs.become_subreaper()
+        self._wait_for(self.listener, self._accept)
+        self._catch_signals()
+        self.outbox.add("agent_started", pid=os.getpid(), directory=self.directory)
         try:
-            self.prepare()
-            self.start_launcher()
+            self._prepare()
+            self._start_launcher()
         except OSError as error:
-            self.emit("start_failed", error="%s: %s" % (error.filename or self.directory, error.strerror))
-            self.stop(0, "the node launcher could not be started")
+            place = os.fsdecode(error.filename) if error.filename else self.directory
+            self.outbox.add("start_failed", error="%s: %s" % (place, error.strerror or error))
+            self._end(0)
+        # Later than the node launcher: what we start would inherit it.
+        procs.hide_from_memory_killer()
         while not self.leaving:
-            hurried = self.waiting or self.stop_at is not None or time.monotonic() - self.moved < 1
-            for key, _ in self.selector.select(POLL_FAST if hurried else POLL_SLOW):
-                key.data()
-            self.look()
-        os.write(self.guard_pipe, b"!")
-        procs.remove_directory(self.directory)
-        self.drop_client(FAREWELL)
+            ready = self.selector.select(self._pause())
+            # How a rank ended can be read until launch.py has reaped it, so ranks come first.
+            for key, _ in sorted(ready, key=lambda item: item[0].data[0]):
+                key.data[1]()
+            self._look(time.monotonic())
+        files.remove_directory(self.directory)
+        os.write(self.guard_pipe, guarding.ENOUGH)
+        self._drop_client(talk.FAREWELL)
 
-    def prepare(self) -> None:
-        program = {**self.config["program"], "python": self.config["python"]}
-        procs.write_json(os.path.join(self.directory, "launch.json"), program)
-        with open(os.path.join(self.directory, "rank_shim.py"), "w", encoding="utf-8") as stream:
-            stream.write(self.config["shim"])
-        self.tails.append(watching.Tail(os.path.join(self.directory, "launcher.log"), None, "err"))
-        for rank in self.waiting:
-            for name in ("out", "err"):
-                path = os.path.join(self.directory, "rank-%d.%s" % (rank, name))
-                self.tails.append(watching.Tail(path, rank, name))
+    def _wait_for(self, source: Any, callback: Callable[[], object], order: int = 1) -> None:
+        self.selector.register(source, selectors.EVENT_READ, (order, callback))
 
-    def environment(self) -> dict[str, str]:
-        env = dict(os.environ)
-        for pattern in self.config["unset"]:
-            prefix = pattern[:-1] if pattern.endswith("*") else None
-            for name in [n for n in env if n == pattern or (prefix and n.startswith(prefix))]:
-                del env[name]
-        env.update(self.config["env"])
-        env["SAFELAUNCH_RUN_ID"], env["SAFELAUNCH_NODE"] = self.run_id, self.node
-        return env
+    def _catch_signals(self) -> None:
+        """Wake up for the end of children and for SIGTERM, which is an order to stop."""
+        waking, woken = socket.socketpair()
+        for end in (waking, woken):
+            end.setblocking(False)
+        self.wakers = waking, woken
+        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+        self._wait_for(woken, lambda: woken.recv(4096))
 
-    def command(self) -> list[str]:
-        python = self.config["python"]
-        options = ["-u", "-m", "deepspeed.launcher.launch", *self.config["launcher_options"]]
-        options += ["--no_python", "--no_local_rank"]
-        script = self.config.get("venv_script")
-        if not script:
-            shim = os.path.join(self.directory, "rank_shim.py")
-            return [python, *options, python, "-I", shim, self.directory]
-        # What the script activates (a venv or conda environment) is the interpreter from then on.
-        activate = (
-            '. "$1" || exit 126; p="${VIRTUAL_ENV:-$CONDA_PREFIX}/bin/python"; [ -x "$p" ] || p="$2"; '
-            'export SAFELAUNCH_PYTHON="$p"; d="$3"; shift 3; '
-            'exec "$p" "$@" "$p" -I "$d/rank_shim.py" "$d"'
+        def stop(*_: object) -> None:
+            self.told_to_stop = True
+
+        signal.signal(signal.SIGTERM, stop)
+        # Handlers that do nothing, not SIG_IGN: the ranks would inherit that.
+        for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, lambda *_: None)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+    def _prepare(self) -> None:
+        # Clean-up services of /tmp leave a locked directory alone (tmpfiles.d(5)).
+        self.lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self.lock, fcntl.LOCK_SH)
+        files.write_json(
+            self._path("launch.json"), {**self.config["program"], "python": self.config["python"]}
         )
-        shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
-        script = os.path.join(self.config["cwd"], script)
-        return [shell, "-c", activate, "safelaunch", script, python, self.directory, *options]
+        with open(self._path("rank_shim.py"), "w", encoding="utf-8") as stream:
+            stream.write(self.config["shim"])
+        self.launcher_log = files.Tail(self._path("launcher.log"), None, "err")
+        self.tails.append(self.launcher_log)
+        directory, began = self.config.get("rank_log_dir"), time.time()
+        for rank in self.waiting:
+            log = None
+            if directory is not None:
+                log = files.RankLog(os.path.join(self.config["cwd"], directory), began, rank)
+                self.logs.append(log)
+            for name in ("out", "err"):
+                self.tails.append(files.Tail(self._path("rank-%d.%s" % (rank, name)), rank, name, log))
 
-    def start_launcher(self) -> None:
+    def _start_launcher(self) -> None:
+        if self.launcher_log is None:
+            return
         process = subprocess.Popen(
-            self.command(),
+            starting.command(self.config, self.directory),
             cwd=self.config["cwd"],
-            env=self.environment(),
+            env=starting.environment(self.config),
             stdin=subprocess.DEVNULL,
-            stdout=self.tails[0].fd,
-            stderr=self.tails[0].fd,
+            stdout=self.launcher_log.fd,
+            stderr=self.launcher_log.fd,
             start_new_session=True,
         )
-        self.launcher = process.pid
         process.returncode = 0  # we reap it ourselves, with everything else that comes to a subreaper
-        self.emit("launcher_started", pid=self.launcher)
-
-    def start_guardian(self) -> None:
-        reading, writing = os.pipe()
-        agent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            os.close(writing)
-            self.guard(reading, agent)
-        os.close(reading)
-        if self.guard_pipe >= 0:
-            os.close(self.guard_pipe)
-        self.guardian, self.guard_pipe = pid, writing
-        rows = {"agent": [agent, procs.start_time(agent)], "guardian": [pid, procs.start_time(pid)]}
-        procs.write_json(os.path.join(self.directory, "agent.json"), rows)
-
-    def guard(self, reading: int, agent: int) -> None:
-        """Wait, in the guardian, for the agent's farewell; without one, end the run."""
-        try:
-            os.setsid()
-            for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                signal.signal(signum, signal.SIG_IGN)
-            self.selector.close()
-            self.listener.close()
-            if self.client is not None:
-                self.client.close()
-            if os.read(reading, 1) != b"!":
-                procs.end_all(
-                    lambda: procs.members(self.run_id, self.node, spare=(agent,)), self.config["grace"]
-                )
-                procs.remove_directory(self.directory)
-        finally:
-            os._exit(0)
+        self.launcher = procs.read(process.pid)
+        self.outbox.add("launcher_started", pid=process.pid)
+        if self.launcher is not None:
+            row = {"pid": process.pid, "started": self.launcher.started}
+            files.write_json(self._path("launcher.json"), row)
 
     # --- talking
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Queue an event for the launcher; it is kept until it is confirmed."""
-        self.seq += 1
-        message = {"seq": self.seq, "event": event, "time": time.time(), **fields}
-        data = json.dumps(message).encode() + b"\n"
-        self.events.append((self.seq, data))
-        self.unconfirmed += len(data)
-        self.moved = time.monotonic()
-
-    def accept(self) -> None:
-        connection, _ = self.listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    def _accept(self) -> None:
+        sock, _ = self.listener.accept()
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if struct.unpack("3i", credentials)[1] not in (0, os.geteuid()):
-            connection.close()
+            sock.close()
             return
-        connection.settimeout(2)
-        try:
-            first = json.loads(connection.makefile("rb").readline() or b"{}")
-            if first.get("do") != "attach":
-                connected = self.client is not None and not self.silent()
-                connection.sendall(json.dumps({"connected": connected}).encode() + b"\n")
-                connection.close()
-                return
-        except (OSError, ValueError):
-            connection.close()
-            return
-        self.drop_client(FAREWELL)
-        connection.setblocking(False)
-        self.client, self.incoming, self.outgoing = connection, b"", b""
-        self.heard = time.monotonic()
-        self.sent = first["after"]
-        self.selector.register(connection, selectors.EVENT_READ, self.serve)
+        connection = talk.Connection(sock)
+        self._wait_for(sock, lambda: self._serve(connection))
 
-    def serve(self) -> None:
-        if self.client is None:
+    def _serve(self, connection: talk.Connection) -> None:
+        if connection.closed:  # by what was done in the same round
             return
-        try:
-            data = self.client.recv(watching.CHUNK)
-        except BlockingIOError:  # woken because there is room to write
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.drop_client()
-            return
-        self.heard = time.monotonic()
-        *lines, self.incoming = (self.incoming + data).split(b"\n")
-        for line in lines:
-            self.obey(json.loads(line))
+        lines = connection.receive()
+        if lines is None:
+            self._drop(connection)
+        for line in lines or ():
+            try:
+                self._obey(connection, json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self._answer(connection, event="refused", error=repr(error))
 
-    def obey(self, command: dict[str, Any]) -> None:
-        while self.events and self.events[0][0] <= command.get("ack", 0):
-            self.unconfirmed -= len(self.events.popleft()[1])
+    def _answer(self, connection: talk.Connection, **fields: Any) -> None:
+        connection.say(json.dumps(fields).encode() + b"\n")
+        self._flush(connection)
+
+    def _obey(self, connection: talk.Connection, command: dict[str, Any]) -> None:
         do = command["do"]
-        if do == "ping":
-            pong = {"event": "pong", "id": command["id"], "time": time.time()}
-            self.outgoing += json.dumps(pong).encode() + b"\n"
-        elif do == "signal":
-            procs.send_signal([p.pid for p in self.ranks.values() if not p.over], command["signal"])
-        elif do == "stop":
-            self.stop(command["grace"], command["reason"])
-        elif do == "bye" and self.finished:
-            self.leaving = True
+        if do == "attach":
+            self._drop_client(talk.FAREWELL)
+            self.outbox.rewind(command["after"])
+            self.client, self.heard = connection, time.monotonic()
+        elif do == "status":
+            self._answer(connection, connected=self._connected())
+        elif connection is self.client:
+            self.heard = time.monotonic()
+            self.outbox.confirm(command.get("ack", 0))
+            if do == "ping":
+                self._answer(connection, event="pong", id=command["id"], time=time.time())
+            elif do == "signal":
+                self._signal_ranks(command["signal"])
+            elif do == "stop":
+                self._stop(command["grace"], command["reason"])
+            elif do == "bye":
+                self.leaving = self.finished
 
-    def pump(self) -> None:
-        """Send what the socket takes."""
-        if self.client is None:
+    def _signal_ranks(self, signum: int) -> None:
+        for rank in self.ranks.values():
+            process = rank.process()
+            if process is not None and not rank.over:
+                procs.send_signal(process, signum)
+
+    def _flush(self, connection: talk.Connection) -> bool:
+        if connection.closed or not connection.flush():
+            self._drop(connection)
+            return False
+        key = self.selector.get_key(connection.sock)
+        if key.events != connection.wanted:
+            self.selector.modify(connection.sock, connection.wanted, key.data)
+        return True
+
+    def _drop(self, connection: talk.Connection, last_words: bytes = b"") -> None:
+        if connection.closed:
             return
-        for seq, data in self.events:
-            if len(self.outgoing) > watching.CHUNK:
+        self.selector.unregister(connection.sock)
+        connection.close(last_words)
+        if connection is self.client:
+            self.client, self.heard = None, time.monotonic()
+
+    def _drop_client(self, last_words: bytes) -> None:
+        if self.client is not None:
+            self._drop(self.client, last_words)
+
+    def part(self, last_words: bytes) -> None:
+        """Say something to the launcher, or to the relay that is just coming, and hang up."""
+        if self.client is None:
+            self.listener.settimeout(1)
+            try:
+                self.client = talk.Connection(self.listener.accept()[0])
+            except OSError:
+                return
+        self.client.close(last_words)
+
+    def _silent_for(self) -> float:
+        """Return for how many seconds there has been no launcher; 0 while there is one."""
+        allowed = self.config["heartbeat"] if self.client is not None else 0
+        return max(0.0, time.monotonic() - self.heard - float(allowed))
+
+    def _connected(self) -> bool:
+        return self.client is not None and self._silent_for() == 0
+
+    def _pump(self, now: float) -> None:
+        """Send what there is, as far as the socket takes it, and not so long that others have to wait."""
+        self.more_to_send = False
+        for _ in range(32):
+            if self.client is None or self.client.is_crowded():
                 break
-            if seq > self.sent:
-                self.outgoing += data
-                self.sent = seq
-        try:
-            while self.outgoing:
-                self.outgoing = self.outgoing[self.client.send(self.outgoing) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.drop_client()
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.outgoing else 0)
-        self.selector.modify(self.client, wanted, self.serve)
+            if self.outbox.all_sent and not self._take_output(now) and not self._finish(now):
+                break
+            self.client.say(self.outbox.next_line())
+            if self.client.is_crowded():
+                self._flush(self.client)
+        else:
+            self.more_to_send = True
+        if self.client is not None:
+            self._flush(self.client)
 
-    def drop_client(self, last_words: bytes = b"") -> None:
-        if self.client is None:
-            return
-        self.selector.unregister(self.client)
-        try:
-            self.client.setblocking(True)
-            self.client.settimeout(1)
-            self.client.sendall(last_words)
-        except OSError:
-            pass
-        self.client.close()
-        self.client = None
+    def _take_output(self, now: float) -> bool:
+        """Put the next piece of output into the outbox, from each file in its turn."""
+        for index, tail in enumerate(self.tails):
+            if self.outbox.takes_output and self._take_from(tail, now):
+                self.tails.rotate(-1 - index)
+                return True
+        return False
 
-    def silent(self) -> bool:
-        return time.monotonic() - self.heard > float(self.config["heartbeat"])
+    def _take_from(self, tail: files.Tail, now: float) -> bool:
+        end = tail.next_end(now, final=self.over)
+        if end == tail.sent:
+            return False
+        self.outbox.add_output(tail, end)
+        self.rest = REST_SHORT
+        return True
+
+    def _finish(self, now: float) -> bool:
+        """Add the last event, once nothing is left of the run and all output has been sent."""
+        waits = any(tail.next_end(now, final=True) != tail.sent for tail in self.tails)
+        if self.finished or not self.over or self.ending is None or waits:
+            return False
+        self.outbox.add("finished", survivors=self.ending.survivors)
+        self.finished = True
+        return True
 
     # --- watching
 
-    def look(self) -> None:
-        """Look at everything that has no descriptor to wait for."""
-        now = time.monotonic()
-        self.reap()
-        self.find_started()
-        self.look_at_ranks(now)
-        self.ship(now, final=False)
-        limit = self.config["heartbeat"] + self.config["reconnect_grace"]
-        if now - self.heard > limit:
-            self.leaving = self.finished
-            self.stop(self.config["grace"], "the launcher has been gone for %g s" % limit)
-        if self.launcher_gone is not None and self.stop_at is None:
-            idle = all(process.over for process in self.ranks.values())
-            if idle or now - self.launcher_gone > ORPHANED_RANKS:
-                self.stop(self.config["grace"], "the node launcher has ended")
-        if self.stop_at is not None and not self.finished:
-            self.go_on_stopping(now)
-        self.pump()
+    def _pause(self) -> float:
+        if self.more_to_send:
+            return 0
+        self.rest = REST_SHORT if self.waiting else min(self.rest * 1.5, REST_LONG)
+        unpolled = all(rank.over or rank.pidfd is not None for rank in self.ranks.values())
+        rest = self.rest if unpolled else REST_SHORT
+        if self.ending is None or self.over:
+            return rest
+        return min(rest, max(0.0, self.next_step - time.monotonic()))
 
-    def reap(self) -> None:
+    def _look(self, now: float) -> None:
+        """Look at everything that has no descriptor to wait for, and decide what follows from it."""
+        self._reap()
+        self._find_started()
+        for rank in self.ranks.values():
+            if rank.pidfd is None:
+                self._look_at(rank)
+        self._settle_unseen()
+        for tail in self.tails:
+            tail.copy_to_log()
+        for log in self.logs:
+            if log.error:
+                self.outbox.add("log_failed", path=log.path, error=log.error)
+                log.error = None
+        self._keep_guardian()
+        self._decide(now)
+        self._go_on_ending(now)
+        self._pump(now)
+
+    def _reap(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -319,247 +349,241 @@ class Agent:
                 return
             if pid == 0:
                 return
-            if pid == self.launcher:
-                now = self.launcher_gone = time.monotonic()
-                self.find_started()
-                self.look_at_ranks(now)
-                self.ship(now, final=False)
-                self.emit("launcher_exited", pid=pid, **watching.describe(status))
-            elif pid == self.guardian and not self.leaving:
-                self.start_guardian()
-            else:
-                for process in self.ranks.values():
-                    if process.pid == pid and not process.over:
-                        self.rank_over(process, watching.describe(status))
+            if self.launcher is not None and pid == self.launcher.pid:
+                self._launcher_over(ranks.describe(status))
+                continue
+            if self.waiting:
+                self.reaped[pid] = status
+            for rank in self.ranks.values():
+                if rank.pid == pid:
+                    self._rank_over(rank, ranks.describe(status))
 
-    def find_started(self) -> None:
-        for rank in list(self.waiting):
-            record = procs.read_json(os.path.join(self.directory, "rank-%d.json" % rank))
+    def _launcher_over(self, end: dict[str, Any]) -> None:
+        self._find_started()
+        for rank in self.ranks.values():
+            self._look_at(rank)
+        self.launcher_end = end
+        self._settle_unseen()
+        if self.launcher is not None:
+            self.outbox.add("launcher_exited", pid=self.launcher.pid, **end)
+            self.launcher = None
+
+    def _find_started(self) -> None:
+        for number, local in list(self.waiting.items()):
+            record = files.read_json(self._path("rank-%d.json" % number))
             if record is None:
                 continue
-            local = self.waiting.pop(rank)
-            process = self.ranks[rank] = watching.RankProcess(rank, record["pid"], record["started"])
-            pidfd = watching.open_pidfd(process.pid)
-            if pidfd is not None:
-                self.selector.register(pidfd, selectors.EVENT_READ, lambda fd=pidfd: self.ended(fd))
-            self.emit("rank_started", rank=rank, local_rank=local, pid=process.pid)
+            del self.waiting[number]
+            rank = self.ranks[number] = ranks.Rank(number, local, record["pid"], record["started"])
+            self.outbox.add("rank_started", rank=number, local_rank=local, pid=rank.pid)
+            if rank.pid in self.reaped:
+                self._rank_over(rank, ranks.describe(self.reaped[rank.pid]))
+            elif rank.pidfd is not None:
+                self._wait_for(rank.pidfd, functools.partial(self._look_at, rank), order=0)
+            self._look_at(rank)
 
-    def ended(self, pidfd: int) -> None:
-        self.selector.unregister(pidfd)
-        os.close(pidfd)
-        self.look_at_ranks(time.monotonic())
+    def _look_at(self, rank: ranks.Rank) -> None:
+        status = None if rank.over else rank.look(time.monotonic())
+        if status is not None:
+            self._rank_over(rank, ranks.describe(status))
+        elif rank.unseen_since is not None:
+            self._forget_pidfd(rank)
 
-    def look_at_ranks(self, now: float) -> None:
-        for process in self.ranks.values():
-            if process.over:
-                continue
-            status = process.wait_status()
-            if isinstance(status, int):
-                self.rank_over(process, watching.describe(status))
-            elif status == "unseen":
-                if process.gone_since is None:
-                    process.gone_since = now
-                told = self.told_by_launcher(process)
-                if told or self.launcher_gone is not None or now - process.gone_since > UNSEEN_EXIT:
-                    self.rank_over(process, told or {"status": None, "signal": None})
+    def _forget_pidfd(self, rank: ranks.Rank) -> None:
+        if rank.pidfd is not None and rank.pidfd in self.selector.get_map():
+            self.selector.unregister(rank.pidfd)
+        rank.close()
 
-    def told_by_launcher(self, process: watching.RankProcess) -> dict[str, Any] | None:
-        """Return what launch.py logged of a rank that was reaped before we looked."""
-        fd = self.tails[0].fd
-        size = os.fstat(fd).st_size
-        log = os.pread(fd, watching.CHUNK, max(0, size - watching.CHUNK))
-        if b"Process %d exits successfully" % process.pid in log:
-            return {"status": 0, "signal": None}
-        code = re.search(rb"exits with return code = (-?\d+)", log)
-        unseen = [p for p in self.ranks.values() if not p.over and p.gone_since is not None]
-        if code is None or unseen != [process]:
-            return None
-        number = int(code.group(1))
-        return {"status": None, "signal": -number} if number < 0 else {"status": number, "signal": None}
-
-    def rank_over(self, process: watching.RankProcess, end: dict[str, Any]) -> None:
-        process.over = True
-        kills = watching.memory_kills()
-        oom = end["signal"] == signal.SIGKILL and kills > self.memory_kills
-        self.memory_kills = kills
-        self.ship(time.monotonic(), final=False)
-        self.emit("rank_exited", rank=process.rank, pid=process.pid, oom=oom, **end)
-        if (end["signal"] or end["status"]) and self.client is None:
-            self.stop(self.config["grace"], "rank %d failed while the launcher was away" % process.rank)
-
-    def ship(self, now: float, *, final: bool) -> None:
-        """Send what the files hold, as far as the launcher takes it."""
-        moving = True
-        while moving:
-            moving = False
-            for tail in self.tails:
-                if self.unconfirmed > BACKLOG or self.client is None:
-                    return
-                data = tail.read(now, final=final)
-                if data:
-                    moving = final or len(data) > watching.CHUNK // 2
-                    self.copy_log(tail.rank, data)
-                    text = data.decode("utf-8", "surrogateescape")
-                    self.emit("output", rank=tail.rank, stream=tail.stream, data=text)
-
-    def copy_log(self, rank: int | None, data: bytes) -> None:
-        """Write the files of `--enable_each_rank_log`, named as DeepSpeed names them."""
-        directory = self.config.get("rank_log_dir")
-        if directory is None or rank is None:
+    def _settle_unseen(self) -> None:
+        """Learn from launch.py how those ranks ended that it reaped before we looked."""
+        unseen = [rank for rank in self.ranks.values() if not rank.over and rank.unseen_since is not None]
+        if not unseen or self.launcher_log is None:
             return
-        try:
-            if rank not in self.rank_logs:
-                directory = os.path.join(self.config["cwd"], directory)
-                os.makedirs(directory, exist_ok=True)
-                name = "%s_rank%d.log" % (time.strftime("%Y%m%d%H%M%S"), rank)
-                self.rank_logs[rank] = open(os.path.join(directory, name), "ab", buffering=0)  # noqa: SIM115
-            self.rank_logs[rank].write(data)
-        except OSError:  # a copy that can't be written must not end a job that trains
-            pass
+        log = self.launcher_log.last()
+        for rank in unseen:
+            if ranks.ended_well(log, rank.pid):
+                self._rank_over(rank, ranks.SUCCESS)
+        # A launch.py that we ended ourselves says nothing about its ranks.
+        end = self.launcher_end if self.ending is None else None
+        failure = ranks.first_failure(log, end)
+        for rank in sorted(unseen, key=lambda rank: rank.unseen_since or 0):
+            if rank.over:
+                continue
+            if failure is not None and not self.rank_failed:
+                self._rank_over(rank, failure)
+            elif self.launcher_end is not None:
+                well = end is not None and end["status"] == 0
+                self._rank_over(rank, ranks.SUCCESS if well else ranks.NOT_SEEN)
+
+    def _rank_over(self, rank: ranks.Rank, end: dict[str, Any]) -> None:
+        if rank.over:
+            return
+        rank.over = True
+        self._forget_pidfd(rank)
+        for tail in self.tails:  # its traceback first, but not megabytes
+            if tail.rank == rank.rank and self.client is not None and self.outbox.takes_output:
+                self._take_from(tail, time.monotonic())
+        oom = self.memory_kills.explain(end)
+        self.outbox.add("rank_exited", rank=rank.rank, pid=rank.pid, oom=oom, **end)
+        if end != ranks.SUCCESS:
+            self.rank_failed = True
+            self.failed_at = self.failed_at or time.monotonic()
+            if self.ending is None:
+                self._hold_launcher()
+
+    def _hold_launcher(self) -> None:
+        """Keep launch.py from TERMing the ranks, again or too early, and from hiding how they end."""
+        if self.launcher is not None:
+            procs.send_signal(self.launcher, signal.SIGSTOP)
+
+    def _keep_guardian(self) -> None:
+        now = procs.read(self.guardian.pid)
+        if now is not None and now.alive and now.started == self.guardian.started:
+            return
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                guarding.close_all_but(reading)
+                os.setsid()
+                guarding.watch_over(self.config, self.directory, reading)
+            finally:
+                os._exit(1)
+        os.close(reading)
+        os.close(self.guard_pipe)
+        self.guard_pipe = writing
+        self.guardian = procs.read(pid) or self.guardian
 
     # --- ending
 
-    def stop(self, grace: float, reason: str) -> None:
+    def _decide(self, now: float) -> None:
+        """Give orders that the launcher did not give."""
+        grace = float(self.config["grace"])
+        silent_for = self._silent_for()
+        if silent_for > self.config["reconnect_grace"]:
+            self.abandoned = True
+            if self.ending is None:
+                self._stop(grace, "the launcher has been gone for %d s" % silent_for)
+        elif self.told_to_stop:
+            self.told_to_stop = False
+            self.abandoned = not self._connected()
+            self._stop(grace, "the agent got SIGTERM")
+        if self.over and self.abandoned and not self._connected():
+            self.leaving = True
+        if self.launcher_end is not None and self.ending is None:
+            running = any(not rank.over for rank in self.ranks.values())
+            if running or (self.waiting and self._members()):
+                self.failed_at = self.failed_at or now
+            else:
+                self._end(grace)
+        if self.failed_at is not None and self.ending is None:
+            if not self._connected():
+                self._stop(grace, "it failed while the launcher was away")
+            elif now - self.failed_at > PATIENCE:
+                self._stop(grace, "it failed, and no order came for %g s" % PATIENCE)
+
+    def _stop(self, grace: float, reason: str) -> None:
         """Begin to stop, or shorten the grace of a stop that is under way."""
-        now = time.monotonic()
-        if self.stop_at is not None:
-            self.kill_at = min(self.kill_at, now + grace)
+        if self.ending is None:
+            self.outbox.add("stopping", reason=reason)
+        ending = self.ending or self._end(grace)
+        ending.kill_at = min(ending.kill_at, time.monotonic() + grace)
+        self.next_step = 0
+
+    def _end(self, grace: float) -> procs.Ending:
+        self._hold_launcher()
+        last = self.launcher.pid if self.launcher is not None else None
+        self.ending = procs.Ending(self._members, grace, last)
+        return self.ending
+
+    def _members(self) -> dict[int, procs.Process]:
+        return procs.members(
+            self.config["run_id"], self.config["node"], above=(os.getpid(),), spare=(self.guardian.pid,)
+        )
+
+    def _go_on_ending(self, now: float) -> None:
+        if self.ending is None or self.over or now < self.next_step:
             return
-        self.stop_at, self.kill_at = now, now + grace
-        self.emit("stopping", reason=reason)
-        pids = [process.pid for process in self.ranks.values() if not process.over]
-        procs.send_signal(pids, signal.SIGTERM)
-        if pids and self.launcher is not None and self.launcher_gone is None:
-            # launch.py would TERM the ranks' own children too, and so spoil a last checkpoint: it sleeps
-            # until the ranks are gone.
-            procs.send_signal([self.launcher], signal.SIGSTOP)
-
-    def go_on_stopping(self, now: float) -> None:
-        alive = procs.members(self.run_id, self.node, roots=(os.getpid(),), spare=(self.guardian,))
-        if self.ranks_gone_at is None and all(process.over for process in self.ranks.values()):
-            self.ranks_gone_at = now
-            self.kill_at = min(self.kill_at, now + LEFTOVER_GRACE)
-            procs.send_signal(alive, signal.SIGTERM)
-        if alive and now >= self.kill_at:
-            procs.send_signal(alive, signal.SIGKILL)
-        if alive and now < self.kill_at + procs.KILLED_FOR:
+        pause = self.ending.step()
+        if pause is not None:
+            self.next_step = time.monotonic() + pause
             return
-        self.reap()
-        self.look_at_ranks(now)
-        if any(not process.over and process.pid not in alive for process in self.ranks.values()):
-            return  # its end is still to be told
-        self.ship(now, final=True)
-        if self.client is None or all(tail.drained for tail in self.tails):
-            self.emit("finished", survivors=sorted(alive))
-            self.finished = True
+        self._reap()
+        self._settle_unseen()
+        for rank in self.ranks.values():
+            self._look_at(rank)
+            if rank.pid not in self.ending.survivors:
+                self._rank_over(rank, ranks.NOT_SEEN)
+        self.over = True
 
 
-# --- the process that was started: a relay, or a sweep ------------------------------------------------
+def guard(config: dict[str, Any], directory: str, listener: socket.socket) -> None:
+    """Fork the agent, then be its guardian; never returns.
+
+    As the agent's parent and a subreaper, the guardian inherits the agent's orphans.
+    """
+    os.setsid()
+    os.chdir(directory)  # by that, `procs.keepers` tells whose agent and guardian it is
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nothing, fd)
+    reading, writing = os.pipe()
+    guarding.close_all_but(listener.fileno(), reading, writing)
+    procs.become_subreaper()
+    guardian = procs.read(os.getpid())
+    if os.fork() == 0:
+        os.close(reading)
+        os.setsid()
+        if guardian is not None:
+            run_agent(Agent(config, directory, listener, guardian, writing))
+    os.close(writing)
+    listener.close()
+    guarding.watch_over(config, directory, reading)
 
 
-class Relay:
-    """Copies lines between the launcher (our stdin and stdout) and the agent's socket."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.marker = config["marker"].encode()
-        self.lock = threading.Lock()
-
-    def say(self, line: bytes) -> None:
-        with self.lock:
-            sys.stdout.buffer.write(self.marker + line.rstrip(b"\n") + b"\n")
-            sys.stdout.buffer.flush()
-
-    def tell(self, event: str, **fields: Any) -> None:
-        self.say(json.dumps({"event": event, "time": time.time(), **fields}).encode())
-
-    def run(self, connection: socket.socket, after: int) -> None:
-        """Relay until one side ends."""
-        connection.sendall(json.dumps({"do": "attach", "after": after}).encode() + b"\n")
-        threading.Thread(target=self.listen, args=(connection,), daemon=True).start()
-        farewell = False
-        try:
-            for line in connection.makefile("rb"):
-                farewell = line == FAREWELL
-                if not farewell:
-                    self.say(line)
-        except BrokenPipeError:  # nobody reads us: the connection is gone
-            os._exit(0)
-        except ConnectionError:
-            pass
-        if not farewell:
-            self.tell("agent_lost")
-        os._exit(0)  # an ordinary exit would wait for the thread that reads stdin
-
-    def listen(self, connection: socket.socket) -> None:
-        try:
-            for line in iter(sys.stdin.buffer.readline, b""):
-                connection.sendall(line)
-        except OSError:
-            pass
-        # Without a launcher there is nothing to relay; the agent notices by the closed socket.
-        os._exit(0)
+def run_agent(agent: Agent) -> None:
+    """Run it; what it dies of goes to the launcher, if that is there."""
+    try:
+        agent.run()
+    except BaseException:
+        words = {"event": "agent_lost", "time": time.time(), "error": traceback.format_exc()}
+        agent.part(json.dumps(words).encode() + b"\n" + talk.FAREWELL)
+        os._exit(1)
+    os._exit(0)
 
 
 def start(config: dict[str, Any]) -> None:
-    """Fork the agent away and relay for it."""
-    relay = Relay(config)
+    """Fork guardian and agent away, and relay for them."""
+    relay = relaying.Relay(config)
     try:
-        directory = procs.make_directory(config["run_id"], config["node"])
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(os.path.join(directory, "s"))
+        directory = files.make_directory(config["run_id"], config["node"])
+        listener = files.listen(directory)
     except OSError as error:
         relay.tell("start_failed", seq=1, error=str(error))
         relay.tell("finished", seq=2, survivors=[])
         return
-    listener.listen(8)
     if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            run_agent(config, directory, listener)
-        os._exit(0)
+        try:
+            if os.fork() == 0:
+                guard(config, directory, listener)
+        finally:
+            os._exit(0)
     os.wait()
     listener.close()
-    attach(config, relay, directory, 0)
-
-
-def run_agent(config: dict[str, Any], directory: str, listener: socket.socket) -> None:
-    """Be the agent: away from the terminal, the connection and its descriptors."""
-    log = os.open(os.path.join(directory, "agent.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for fd, target in ((nothing, 0), (nothing, 1), (log, 2)):
-        os.dup2(fd, target)
-    os.chdir("/")
-    status = 1
-    try:
-        Agent(config, directory, listener).run()
-        status = 0
-    finally:
-        if status:
-            sys.excepthook(*sys.exc_info())
-        os._exit(status)
-
-
-def attach(config: dict[str, Any], relay: Relay, directory: str | None, after: int) -> None:
-    """Relay for the agent of a run, or say that there is none and who of the run is left."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(os.path.join(directory or "", "s"))
-    except OSError:
-        relay.tell("no_agent", survivors=sorted(procs.members(config["run_id"], config["node"])))
-        return
-    relay.run(connection, after)
+    relaying.attach(config, relay, [directory], 0)
 
 
 def main() -> None:
     config = json.loads(sys.stdin.buffer.readline())
-    mode = config["mode"]
-    if mode == "start":
+    if config["mode"] == "start":
         start(config)
-    elif mode == "attach":
-        directory = procs.directories().get((config["run_id"], config["node"]))
-        attach(config, Relay(config), directory, config["after"])
+    elif config["mode"] == "attach":
+        wanted = (config["run_id"], config["node"])
+        places = [path for key, path in files.directories().items() if key[:2] == wanted]
+        relaying.attach(config, relaying.Relay(config), places, config["after"])
     else:
-        Relay(config).tell("sweep", **procs.sweep(config))
+        relaying.Relay(config).tell("sweep", **sweeping.sweep(config))
 
 
 main()

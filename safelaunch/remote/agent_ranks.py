@@ -1,109 +1,66 @@
-"""Part of the agent: following a rank's process and its output files."""
+"""Part of the agent: following the processes of the ranks, and learning how each of them ended."""
 
 from __future__ import annotations
 
-import ctypes
 import os
+import re
+import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-CHUNK = 262_144
-"""Bytes of one file that are read at once at most."""
-PARTIAL_LINE = 0.2
-"""Seconds that an unfinished line waits for its end before it is sent."""
-FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
-PIDFD_OPEN = 434
-"""Number of the system call; os.pidfd_open came with Python 3.9."""
-PR_SET_CHILD_SUBREAPER = 36
+    from safelaunch.remote import agent_processes as procs
 
-_libc = ctypes.CDLL(None, use_errno=True)
+CGROUPS = "/sys/fs/cgroup"
+LAUNCH_PY_SIGNALLED = 192
+"""launch.py exits with the rank's return code, which is -n after signal n: 256-n as an exit status. No signal
+goes beyond 64 (signal(7)), so a status from here on stands for one."""
 
 
-def become_subreaper() -> None:
-    """Adopt whatever of our descendants loses its parent (prctl(2))."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+class Rank:
+    """A rank. It is not our child: its wait status is read from /proc while it is a zombie."""
 
-
-def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, or None on an old kernel."""
-    fd = int(_libc.syscall(PIDFD_OPEN, pid, 0))
-    return fd if fd >= 0 else None
-
-
-class Tail:
-    """Follows a file that a rank appends to, and frees the disk space of what was read."""
-
-    def __init__(self, path: str, rank: int | None, stream: str) -> None:
+    def __init__(self, rank: int, local_rank: int, pid: int, started: int) -> None:
+        """Take what its shim recorded; it may have ended since."""
         self.rank = rank
-        self.stream = stream
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._offset = self._freed = 0
-        self._waiting_since: float | None = None
-
-    def read(self, now: float, *, final: bool) -> bytes:
-        """Return what can be sent: whole lines, or an unfinished one that has waited long enough."""
-        data = os.pread(self.fd, CHUNK, self._offset)
-        if not data:
-            return b""
-        end = data.rfind(b"\n") + 1
-        if end == 0:
-            if self._waiting_since is None:
-                self._waiting_since = now
-            if final or len(data) == CHUNK or now - self._waiting_since >= PARTIAL_LINE:
-                end = len(data)
-        if end:
-            self._offset += end
-            self._waiting_since = None
-            self._free()
-        return data[:end]
-
-    @property
-    def drained(self) -> bool:
-        """Whether everything in the file has been read."""
-        return os.fstat(self.fd).st_size <= self._offset
-
-    def _free(self) -> None:
-        # Punching a hole, unlike truncating, can't lose what is written at the same moment.
-        if self._offset - self._freed >= 4 * CHUNK:
-            start, size = ctypes.c_long(self._freed), ctypes.c_long(self._offset - self._freed)
-            _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, size)
-            self._freed = self._offset
-
-
-def memory_kills() -> int:
-    """Return how often the kernel has killed for want of memory, on this machine and in our memory cgroup."""
-    count = 0
-    for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        try:
-            with open(path, encoding="ascii") as stream:
-                count += sum(int(line.split()[1]) for line in stream if line.startswith("oom_kill "))
-        except (OSError, ValueError, IndexError):
-            pass
-    return count
-
-
-class RankProcess:
-    """A rank: not our child, so its wait status is read from /proc while it is a zombie."""
-
-    def __init__(self, rank: int, pid: int, started: int) -> None:
-        self.rank = rank
+        self.local_rank = local_rank
         self.pid = pid
         self.started = started
-        self.gone_since: float | None = None
+        self.pidfd = procs.open_pidfd(pid)
+        self.unseen_since: float | None = None
         self.over = False
 
-    def wait_status(self) -> int | str | None:
-        """Return its wait status once it has ended, "unseen" if it ended without a trace, else None."""
-        try:
-            with open("/proc/%d/stat" % self.pid, "rb") as stream:
-                fields = stream.read().rpartition(b") ")[2].split()
-        except OSError:
-            return "unseen"
-        if int(fields[19]) != self.started:
-            return "unseen"
-        return int(fields[49]) if fields[0] in (b"Z", b"X") else None
+    def process(self) -> procs.Process | None:
+        """Return it as long as it is there, as a zombie too."""
+        found = procs.read(self.pid)
+        return found if found is not None and found.started == self.started else None
+
+    def look(self, now: float) -> int | None:
+        """Return its wait status once it can be read; notes when it went without a trace."""
+        process = self.process()
+        if process is not None and process.alive:
+            return None
+        if process is not None and _may_see_status(self.pid):
+            return process.wait_status
+        self.unseen_since = self.unseen_since or now
+        return None
+
+    def close(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _may_see_status(pid: int) -> bool:
+    """Tell whether the kernel shows us how a zombie ended: where it may not, it shows 0 (proc(5))."""
+    try:
+        os.readlink("/proc/%d/exe" % pid)  # guarded by the same rule; a zombie has none
+    except PermissionError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def describe(wait_status: int) -> dict[str, Any]:
@@ -111,3 +68,66 @@ def describe(wait_status: int) -> dict[str, Any]:
     if os.WIFSIGNALED(wait_status):
         return {"status": None, "signal": os.WTERMSIG(wait_status)}
     return {"status": os.WEXITSTATUS(wait_status), "signal": None}
+
+
+NOT_SEEN: dict[str, Any] = {"status": None, "signal": None}
+SUCCESS: dict[str, Any] = {"status": 0, "signal": None}
+
+
+def ended_well(log: bytes, pid: int) -> bool:
+    """Tell whether launch.py logged that a rank exited 0."""
+    return b"Process %d exits successfully" % pid in log
+
+
+def first_failure(log: bytes, launcher: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return how launch.py says that its first failed rank ended: from its log, else from its own status.
+
+    `launcher` is how it ended itself, as `describe` puts it, or None as long as it runs.
+    """
+    found = re.search(rb"exits with return code = (-?\d+)", log)
+    if found:
+        code = int(found.group(1))
+        return {"status": None, "signal": -code} if code < 0 else {"status": code, "signal": None}
+    if launcher is None or not launcher["status"]:
+        return None
+    if launcher["status"] >= LAUNCH_PY_SIGNALLED:
+        return {"status": None, "signal": 256 - launcher["status"]}
+    return launcher
+
+
+class MemoryKills:
+    """Tells whether a SIGKILL came from the kernel, for want of memory."""
+
+    def __init__(self) -> None:
+        """Remember how often it has happened so far, in our memory cgroup or, without one, on the machine."""
+        self.path = self._counter()
+        self.claimed = self._count()
+
+    def _counter(self) -> str:
+        try:
+            with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as stream:
+                rows = [line.rstrip("\n").split(":", 2) for line in stream]
+        except OSError:
+            rows = []
+        for _, controllers, path in rows:
+            # Version 2 counts what lies below as well; version 1 has a tree for each controller.
+            places = {"": path + "/memory.events", "memory": "/memory" + path + "/memory.oom_control"}
+            for controller, place in places.items():
+                counter = CGROUPS + place
+                if controller in controllers.split(",") and os.path.exists(counter):
+                    return counter
+        return "/proc/vmstat"
+
+    def _count(self) -> int:
+        try:
+            with open(self.path, encoding="ascii") as stream:
+                return sum(int(line.split()[1]) for line in stream if line.startswith("oom_kill "))
+        except (OSError, ValueError):
+            return 0
+
+    def explain(self, end: dict[str, Any]) -> bool:
+        """Tell whether one of the kernel's kills explains this end; each explains one."""
+        if end["signal"] != signal.SIGKILL or self._count() <= self.claimed:
+            return False
+        self.claimed += 1
+        return True
