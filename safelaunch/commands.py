@@ -7,24 +7,16 @@ import json
 import os
 import signal
 import socket
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from safelaunch import catalogue, documents, explain, hostfile, runs
-from safelaunch.launch import sweep
-from safelaunch.plan import Limits
-from safelaunch.transport import choose
-from safelaunch.transport.base import Unreachable
+from safelaunch import catalogue, cleaning, explain, hostfile, runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from safelaunch.arguments import Invocation
     from safelaunch.console import Console
-    from safelaunch.transport.base import Session
 
 STOP_WAIT = 30.0
 """Seconds that `stop` waits beyond the run's grace for the launcher to end."""
@@ -49,12 +41,13 @@ def ps(invocation: Invocation, console: Console) -> int:
     for row in rows:
         print(f"{row['run_id']}  {row['state']}  {row['age_seconds']:.0f} s  {', '.join(row['hosts'])}")  # noqa: T201
         for rank in row.get("ranks", []):
-            print(f"  rank {rank['rank']}  {rank['host']}  pid {rank['pid']}  {rank['state']}")  # noqa: T201
+            pid = f"pid {rank['pid']}  " if rank["pid"] is not None else ""
+            print(f"  rank {rank['rank']}  {rank['host']}  {pid}{rank['state']}")  # noqa: T201
     return 0
 
 
 def _describe(run: runs.Run, *, ranks: bool = False) -> dict[str, Any]:
-    plan, launcher, outcome = run.document("plan"), run.document("launcher"), run.document("outcome")
+    launcher, outcome = run.document("launcher"), run.document("outcome")
     alive = run.alive()
     state = "running" if alive else outcome.get("status", "launcher died")
     row = {
@@ -62,7 +55,7 @@ def _describe(run: runs.Run, *, ranks: bool = False) -> dict[str, Any]:
         "state": state,
         "path": run.path,
         "launcher": {"host": launcher.get("host"), "pid": launcher.get("pid")},
-        "hosts": [node["name"] for node in plan.get("nodes", [])],
+        "hosts": [node["name"] for node in run.document("plan").get("nodes", [])],
         "age_seconds": outcome.get("seconds") or time.time() - float(launcher.get("started", time.time())),
     }
     if ranks:
@@ -101,7 +94,7 @@ def stop(invocation: Invocation, console: Console) -> int:
         if run.document("outcome"):
             console.say(f"{run.run_id} has ended already")
             return 0
-        return _clean_runs([run], [node["name"] for node in run.document("plan").get("nodes", [])], console)
+        return cleaning.Cleaning([run], console).clean(cleaning.hosts_of(run))
     if launcher.get("host") != socket.gethostname():
         host = launcher.get("host")
         console.say(f"its launcher runs on {host}: ssh {host} safelaunch stop {run.run_id}")
@@ -120,9 +113,7 @@ def stop(invocation: Invocation, console: Console) -> int:
 
 def clean(invocation: Invocation, console: Console) -> int:
     """End what dead runs of this user left on the nodes."""
-    root = runs.root(os.environ)
-    dead = [run for run in runs.all_runs(root) if not run.alive() and not run.document("outcome")]
-    hosts: list[str] = []
+    known = [run for run in runs.all_runs(runs.root(os.environ)) if not run.alive() and cleaning.is_open(run)]
     path = invocation.deepspeed.get("hostfile")
     if isinstance(path, str):
         try:
@@ -132,100 +123,13 @@ def clean(invocation: Invocation, console: Console) -> int:
             console.say(f"{path}: {error.strerror}", "bold red")
             return catalogue.CONFIGURATION
     else:
-        hosts = [node["name"] for run in dead for node in run.document("plan").get("nodes", [])]
+        hosts = [host for run in known for host in cleaning.hosts_of(run)]
     if not hosts:
         console.say(
             "no dead run is known here; name the nodes with --hostfile F to look for runs of other machines"
         )
         return 0
-    return _clean_runs(
-        dead, list(dict.fromkeys(hosts)), console, dry_run=bool(invocation.flags.get("dry_run"))
-    )
-
-
-def _clean_runs(
-    dead: Sequence[runs.Run], hosts: Sequence[str], console: Console, *, dry_run: bool = False
-) -> int:
-    """Sweep hosts; a run that has a live launcher here, or an agent with a live connection, is left alone."""
-    plan = dead[-1].document("plan") if dead else {}
-    interpreter = plan.get("interpreter") or sys.executable
-    live = [run.run_id for run in runs.all_runs(runs.root(os.environ)) if run.alive()]
-    reached, unreached, survivors = set(), 0, 0
-
-    def one(session: Session) -> None:
-        nonlocal survivors
-        found = sweep(session, interpreter, spare=live)
-        if found is None:
-            console.say(f"{session.host}: its processes could not be listed", "bold red")
-            return
-        reached.add(session.host)
-        left = [row for row in found["found"] if row["run_id"] not in _connected(found["found"])]
-        for row in left:
-            verb = "would end" if dry_run else "ending"
-            console.say(f"{session.host}: {verb} pid {row['pid']} of {row['run_id']}: {row['command']}")
-        if left and not dry_run:
-            ids = sorted({row["run_id"] for row in left})
-            after = sweep(session, interpreter, only=ids, kill=True)
-            remaining = after["survivors"] if after is not None else [row["pid"] for row in left]
-            survivors += len(remaining)
-            if remaining:
-                console.say(f"{session.host}: still alive: {', '.join(map(str, remaining))}", "bold red")
-
-    opened: list[Session] = []
-    lock = threading.Lock()
-
-    def on_open(host: str, result: Session | Unreachable) -> None:
-        nonlocal unreached
-        with lock:
-            if isinstance(result, Unreachable):
-                unreached += 1
-                console.say(f"{host}: {result.code}: {result.observed}", "bold red")
-            else:
-                opened.append(result)
-
-    transport = choose.make(
-        plan.get("transport", "auto"),
-        list(hosts),
-        ssh_port=plan.get("ssh_port"),
-        fanout=Limits().fanout,
-        environ=os.environ,
-        home=os.path.expanduser("~"),
-    )
-    try:
-        transport.open(list(hosts), on_open, timeout=Limits().ssh_timeout)
-        with ThreadPoolExecutor(max_workers=Limits().fanout) as pool:
-            list(pool.map(one, opened))
-    finally:
-        transport.close()
-    if unreached or survivors or len(reached) != len(hosts):
-        return catalogue.PREFLIGHT
-    console.say(f"{'looked at' if dry_run else 'clean:'} {len(hosts)} node{'s' * (len(hosts) != 1)}")
-    if not dry_run:
-        for run in dead:
-            if {node["name"] for node in run.document("plan").get("nodes", [])} <= reached:
-                _write_dead_outcome(run)
-    return 0
-
-
-def _connected(found: Sequence[dict[str, Any]]) -> set[str]:
-    return {row["run_id"] for row in found if row.get("connected")}
-
-
-def _write_dead_outcome(run: runs.Run) -> None:
-    """Conclude a run whose launcher could not do it any more."""
-    started = float(run.document("launcher").get("started", time.time()))
-    verdict = {
-        "status": "interrupted",
-        "exit_status": 128 + signal.SIGKILL,
-        "summary": "safelaunch itself was killed; `safelaunch clean` made sure that nothing is left",
-        "culprit": None,
-        "first_failure": None,
-        "others": [],
-    }
-    document = documents.outcome_document(
-        verdict, run_id=run.run_id, started=started, ended=time.time(), job=None
-    )
-    run.write("outcome", document)
+    return cleaning.Cleaning(known, console, dry_run=bool(invocation.flags.get("dry_run"))).clean(hosts)
 
 
 def explain_code(invocation: Invocation, console: Console) -> int:

@@ -81,14 +81,22 @@ class Console:
             "where": culprit.get("location"),
             "next": failure.get("hint"),
             "others": "; ".join(
-                f"rank {_ranks(group['ranks'])} {group['what']}" for group in outcome["others"]
+                f"rank{'s' * (len(group['ranks']) > 1)} {_ranks(group['ranks'])} {group['what']}"
+                for group in outcome["others"]
             ),
             "log": _log(culprit, path),
+            "not seen": _unseen(outcome["unconfirmed"]),
             "survivors": ", ".join(f"{s['host']} pid {s['pid']}" for s in outcome["survivors"]),
         }
         for name, text in rows.items():
             if text:
                 self.line(f"    {name + ':':10} {text}")
+
+
+def _unseen(hosts: list[str]) -> str:
+    if not hosts:
+        return ""
+    return f"what is left on {_fold(tuple(hosts))}; when it is back: safelaunch clean"
 
 
 def _fold(hosts: tuple[str, ...]) -> str:

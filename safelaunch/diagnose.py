@@ -78,7 +78,7 @@ def outcome(job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str]) -> 
         return {**_failed(job, cause, logs, node_logs), "others": _others(job, cause)}
     if job.interrupted is not None:
         name = signal_name(job.interrupted)
-        summary = f"stopped by {name}; every rank was ended"
+        summary = f"stopped by {name}; {_what_is_left(job)}"
         return {
             **_NO_CULPRIT,
             "status": "interrupted",
@@ -100,6 +100,14 @@ def outcome(job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str]) -> 
     ranks, nodes = len(job.ranks), len(job.nodes)
     summary = f"all {ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)} exited 0"
     return {**_NO_CULPRIT, "status": "success", "exit_status": 0, "summary": summary}
+
+
+def _what_is_left(job: Job) -> str:
+    if job.survivors:
+        return f"processes on {', '.join(job.survivors)} could not be ended"
+    if job.unconfirmed:
+        return f"nobody could look whether all processes on {', '.join(job.unconfirmed)} ended"
+    return "every rank was ended"
 
 
 _EMPTY_CULPRIT: dict[str, Any] = {
@@ -184,19 +192,21 @@ def hint(cause: Failure) -> str | None:
 
 
 def _others(job: Job, cause: Failure) -> list[dict[str, Any]]:
-    """Group what the other ranks did: failed after it, ended well before, or were stopped by us."""
+    """Group what became of the other ranks."""
     groups: dict[str, list[int]] = {}
     failed = {failure.rank for failure in job.failures}
     for rank in job.ranks.values():
         if rank.rank == cause.rank:
             continue
-        if rank.exit is None and rank.pid is None:
-            what = "had not started"
+        if rank.exit is None and job.nodes[rank.host].phase == "gone":
+            what = "out of contact"
+        elif rank.exit is None and rank.pid is None:
+            what = "not started"
         elif rank.rank in failed:
             what = "failed after it"
         elif rank.exit is not None and rank.exit.code == 0:
             what = "exited 0"
         else:
-            what = "were stopped"
+            what = "stopped with the job"
         groups.setdefault(what, []).append(rank.rank)
     return [{"what": what, "ranks": ranks} for what, ranks in groups.items()]

@@ -140,6 +140,7 @@ def outcome_document(
         "ranks": ranks,
         "attempts": [attempt],
         "survivors": survivors,
+        "unconfirmed": list(job.unconfirmed) if job is not None else [],
         "started": started,
         "ended": ended,
         "seconds": ended - started,

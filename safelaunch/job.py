@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 STOP_MARGIN = 15.0
 """Seconds an agent may need beyond the grace before its node is swept from outside."""
+SWEEP_MARGIN = 45.0
+"""Seconds a sweep may take beyond the grace: it may have to open its node again first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +60,18 @@ class RankState:
 
 @dataclass(slots=True)
 class NodeState:
-    """What is known of one node; `phase` is starting, running, lost, finished or gone."""
+    """What is known of one node; `phase` is starting, running, lost, sweeping, finished or gone.
+
+    `since` is when the phase began. `confirmed` tells that somebody on the node saw what is left there.
+    """
 
     host: str
     phase: str = "starting"
     since: float = 0.0
+    problem: str = ""
     launcher: Exit | None = None
-    sweeping: bool = False
     survivors: tuple[int, ...] = ()
+    confirmed: bool = False
 
     @property
     def over(self) -> bool:
@@ -132,6 +138,7 @@ class Job:
         self.clock_offsets = clock_offsets
         self.failures: list[Failure] = []
         self.interrupted: int | None = None
+        self.interrupts = 0
         self.stop_time: float | None = None
         self.first_rank_started: float | None = None
 
@@ -139,6 +146,11 @@ class Job:
     def over(self) -> bool:
         """Every node has said its last word or was given up."""
         return all(node.over for node in self.nodes.values())
+
+    @property
+    def unconfirmed(self) -> tuple[str, ...]:
+        """Hosts on which nobody could look whether anything of the run is left."""
+        return tuple(node.host for node in self.nodes.values() if node.over and not node.confirmed)
 
     @property
     def survivors(self) -> dict[str, tuple[int, ...]]:
@@ -220,7 +232,7 @@ class Job:
     def _on_finished(
         self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
-        node.phase, node.since = "finished", now
+        node.phase, node.since, node.confirmed = "finished", now, True
         node.survivors = tuple(message.get("survivors", ()))
         fields = {"survivors": list(node.survivors)}
         level = "error" if node.survivors else "info"
@@ -229,30 +241,55 @@ class Job:
     def _on_no_agent(
         self, node: NodeState, _message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
-        return self._agent_gone(node, "its agent was gone when the connection was back", now)
+        failure = Failure(
+            reason="node_unreachable",
+            host=node.host,
+            time=now,
+            text="its agent was gone when the connection was back",
+        )
+        return self._agent_gone(node, failure, now)
 
     def _on_agent_lost(
-        self, node: NodeState, _message: Mapping[str, Any], _time: float, now: float
+        self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
-        return self._agent_gone(node, "safelaunch's agent there was killed", now)
-
-    def _agent_gone(self, node: NodeState, text: str, now: float) -> list[Action]:
-        if node.over or node.sweeping:
-            return []
-        node.sweeping = True
+        text = f"safelaunch's agent there died: {_last_line(message)}"
         failure = Failure(reason="node_unreachable", host=node.host, time=now, text=text)
-        return [Note("agent_lost", "error", node.host), Sweep(node.host), *self._fail(failure, now)]
+        return self._agent_gone(node, failure, now)
+
+    def _on_agent_failed(
+        self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
+    ) -> list[Action]:
+        """Take the end of an agent's start on a node that never said a word."""
+        text = f"safelaunch's agent could not start there: {_last_line(message)}"
+        failure = Failure(reason="launcher_died", host=node.host, time=now, text=text)
+        return self._agent_gone(node, failure, now)
+
+    def _agent_gone(self, node: NodeState, failure: Failure, now: float) -> list[Action]:
+        if node.over or node.phase == "sweeping":
+            return []
+        node.phase, node.since = "sweeping", now
+        note = Note("agent_lost", "error", node.host, fields={"text": failure.text})
+        return [note, Sweep(node.host), *self._fail(failure, now)]
+
+    def _on_log_failed(
+        self, node: NodeState, message: Mapping[str, Any], _time: float, _now: float
+    ) -> list[Action]:
+        fields = {"path": message["path"], "error": message["error"]}
+        return [Note("log_failed", "warning", node.host, fields=fields)]
 
     def lost(self, host: str, text: str, now: float) -> list[Action]:
-        """Take the end of a node's connection, or its silence."""
+        """Take the end of a node's connection, or its silence; once for each connection."""
         node = self.nodes[host]
-        if node.over or node.sweeping or node.phase == "lost":
+        if node.over or node.phase == "sweeping":
             return []
+        node.problem = text
+        if node.phase == "lost":
+            return [Reconnect(host)]
         node.phase, node.since = "lost", now
         return [Note("connection_lost", "warning", host, fields={"text": text}), Reconnect(host)]
 
     def back(self, host: str, now: float) -> list[Action]:
-        """Take a node's new connection; its agent will answer on it."""
+        """Take the first word of a node's agent over a new connection."""
         node = self.nodes[host]
         if node.phase != "lost":
             return []
@@ -264,30 +301,46 @@ class Job:
         """Take the end of a sweep: who is still alive, or None where the node could not be asked."""
         node = self.nodes[host]
         node.phase, node.since, node.survivors = "gone", now, tuple(survivors or ())
-        fields = {"survivors": list(node.survivors), "asked": survivors is not None}
+        node.confirmed = survivors is not None
+        fields = {"survivors": list(node.survivors), "asked": node.confirmed}
         return [Note("node_swept", host=host, fields=fields)]
 
     def interrupt(self, signum: int, now: float) -> list[Action]:
-        """Take SIGINT, SIGTERM or SIGHUP; the second one ends the grace."""
-        if self.interrupted is not None:
-            self.grace = 0.0
-            return [self._tell_stop(node.host) for node in self.nodes.values() if not node.over]
-        self.interrupted = signum
-        return self._stop(f"safelaunch got signal {signum}", now)
+        """Take SIGINT, SIGTERM or SIGHUP; the second ends the grace, the third waits for nobody.
+
+        Agents that hear nothing any more end their ranks themselves.
+        """
+        self.interrupts += 1
+        if self.interrupts == 1:
+            self.interrupted = signum
+            return self._stop(f"safelaunch got signal {signum}", now)
+        self.grace = 0.0
+        actions: list[Action] = []
+        for node in self.nodes.values():
+            if not node.over and (self.interrupts > 2 or node.phase == "lost"):
+                node.phase = "gone"
+                actions.append(Note("node_given_up", "error", node.host))
+            elif not node.over:
+                actions.append(self._tell_stop(node.host))
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Let time pass: give up nodes that stay away, and agents that do not stop."""
         actions: list[Action] = []
         for node in self.nodes.values():
-            if node.over or node.sweeping:
+            if node.over:
                 continue
-            if node.phase == "lost" and now - node.since > self.reconnect_grace:
+            if node.phase == "sweeping":
+                if now - node.since > self.grace + SWEEP_MARGIN:
+                    node.phase = "gone"
+                    actions.append(Note("node_given_up", "error", node.host))
+            elif node.phase == "lost" and now - node.since > self.reconnect_grace:
                 node.phase = "gone"
-                text = f"no contact for {self.reconnect_grace:g} s"
+                text = f"no contact for {self.reconnect_grace:g} s ({node.problem})"
                 failure = Failure(reason="node_unreachable", host=node.host, time=node.since, text=text)
                 actions += [Note("node_lost", "error", node.host), *self._fail(failure, now)]
             elif self._overdue(node, now):
-                node.sweeping = True
+                node.phase, node.since = "sweeping", now
                 actions += [Note("agent_stuck", "error", node.host), Sweep(node.host)]
         return actions
 
@@ -328,6 +381,11 @@ class Job:
 
 CLOCK_DOUBT = 0.05
 """Seconds within which two failures on different nodes can't be ordered by their clocks."""
+
+
+def _last_line(message: Mapping[str, Any]) -> str:
+    lines = str(message.get("error") or "").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _exit(message: Mapping[str, Any], time: float) -> Exit:

@@ -26,6 +26,10 @@ PING_SECONDS = 1.0
 """Between two pings of an agent; each confirms what has arrived."""
 RECONNECT_PAUSE = 1.0
 """Seconds between two tries to open a lost node again."""
+STATUS_SECONDS = 2.0
+"""How long the exit status may come after the end of the output of an agent that did not start."""
+SSH_ITSELF = 255
+"""The exit status of ssh(1) for troubles of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +113,17 @@ class Link:
         self._channel: Channel | None = None
         self._reader: threading.Thread | None = None
         self._sending = threading.Lock()
+        self._attaching = False
+        self._spoke = False
+
+    @property
+    def fruitless(self) -> bool:
+        """Whether the latest connection ended without a word from the agent."""
+        return not self._spoke
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Run the agent program with `config` on the node, and read what it says."""
+        self._spoke = False
         try:
             channel = self.session.start(program.command("agent", self._interpreter))
             self._channel = channel
@@ -128,6 +140,7 @@ class Link:
     def attach(self, session: Session, node: Mapping[str, Any]) -> None:
         """Go on over a new session where the old one broke; `node` names the agent: run id, host, node."""
         self.session = session
+        self._attaching = True
         self.start({**node, "mode": "attach", "after": self.arrived})
 
     def tell(self, command: Mapping[str, Any]) -> None:
@@ -156,6 +169,9 @@ class Link:
             except ValueError:  # cut off by the end of the connection; it comes again
                 continue
             self.last_heard = time.monotonic()
+            if not self._spoke and self._attaching:
+                self._emit("back", self.host, None)
+            self._spoke = True
             sequence = message.get("seq")
             if sequence is not None:
                 if sequence <= self.arrived:
@@ -164,8 +180,17 @@ class Link:
             if message["event"] != "pong":
                 self._emit("agent", self.host, message)
         if channel is self._channel:
-            words = channel.stderr().decode(errors="replace").strip().splitlines()
-            self._emit("lost", self.host, words[-1] if words else "the connection was closed")
+            self._report_end(channel)
+
+    def _report_end(self, channel: Channel) -> None:
+        words = channel.stderr().decode(errors="replace").strip()
+        status = None if self._spoke or self._attaching else channel.wait(timeout=STATUS_SECONDS)
+        if status in (None, SSH_ITSELF):
+            self._emit("lost", self.host, words.splitlines()[-1] if words else "the connection was closed")
+            return
+        known = {program.NO_PYTHON: "no Python there", program.OLD_PYTHON: "Python there is older than 3.8"}
+        error = known.get(status) or words or f"it exited with status {status}"
+        self._emit("agent", self.host, {"event": "agent_failed", "error": error})
 
 
 class Links:
@@ -232,10 +257,11 @@ class Links:
     def _reopen(self, host: str) -> None:
         end = time.monotonic() + self._plan.limits.reconnect_grace
         self._links[host].settle()
+        if self._links[host].fruitless:
+            self._closed.wait(RECONNECT_PAUSE)
         while time.monotonic() < end and not self._closed.is_set():
             session = self._open(host, max(1.0, min(self._plan.limits.ssh_timeout, end - time.monotonic())))
             if session is not None:
-                self._emit("back", host, None)
                 rank = next(node.node_rank for node in self._plan.nodes if node.name == host)
                 self._links[host].attach(session, {"run_id": self._run_id, "host": host, "node": str(rank)})
                 return

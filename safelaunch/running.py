@@ -89,8 +89,14 @@ def _check_summary(document: dict[str, Any]) -> str:
         if n
     ]
     hosts = len(document["hosts"])
-    contacted = sum(host["state"] != "not_contacted" for host in document["hosts"])
-    reach = f"{contacted} of {hosts} node{'s' * (hosts != 1)} contacted" if hosts else "no node contacted"
+    away = {
+        name
+        for finding in document["findings"]
+        if finding["code"].startswith("ssh.") and finding["severity"] == "error"
+        for name in finding["hosts"]
+    }
+    reached = sum(host["state"] != "not_contacted" and host["name"] not in away for host in document["hosts"])
+    reach = f"{reached} of {hosts} node{'s' * (hosts != 1)} reached" if hosts else "no node contacted"
     verdict = "fit to run" if document["ok"] else "not fit to run"
     return f"{verdict}: {', '.join(words) or 'nothing found'}; {reach}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch import diagnose
-from safelaunch.job import CLOCK_DOUBT, STOP_MARGIN, Job, Note, Reconnect, Sweep, Tell
+from safelaunch.job import CLOCK_DOUBT, STOP_MARGIN, SWEEP_MARGIN, Job, Note, Reconnect, Sweep, Tell
 from safelaunch.plan import Node
 
 
@@ -122,7 +122,7 @@ def test_what_dies_of_our_stop_is_no_failure():
     finish(job)
 
     assert [f.rank for f in job.failures] == [0]
-    assert {"what": "were stopped", "ranks": [1, 2, 3]} in verdict(job)["others"]
+    assert {"what": "stopped with the job", "ranks": [1, 2, 3]} in verdict(job)["others"]
 
 
 def test_a_signal_goes_before_an_exit_that_the_clocks_cannot_order():
@@ -183,7 +183,6 @@ def test_a_lost_connection_that_comes_back_changes_nothing():
     job = make_job()
 
     assert Reconnect("b") in job.lost("b", "closed", 10)
-    assert job.lost("b", "closed", 11) == []
     assert job.tick(50) == []
     job.back("b", 60)
     assert job.tick(500) == []
@@ -200,6 +199,59 @@ def test_a_node_that_stays_away_ends_the_job():
     assert verdict(job)["exit_status"] == 74
     assert verdict(job)["status"] == "node_lost"
     assert verdict(job)["culprit"]["reason"] == "node_unreachable"
+
+
+def test_connections_that_break_before_the_agent_speaks_do_not_prolong_the_grace():
+    job = make_job(reconnect_grace=60)
+    job.lost("b", "closed", 10)
+
+    for now in range(11, 70):
+        assert job.lost("b", "python3: no space left on device", now) == [Reconnect("b")]
+        assert job.tick(now) == []
+    assert stops(job.tick(71)) == {"a": 5.0}
+    finish(job, "a")
+    assert "no space left on device" in verdict(job)["summary"]
+    assert {"what": "out of contact", "ranks": [2, 3]} in verdict(job)["others"]
+    assert job.unconfirmed == ("b",)
+
+
+def test_an_agent_that_could_not_start_is_named_and_swept():
+    job = make_job()
+    actions = job.agent("b", {"event": "agent_failed", "error": "Traceback ...\nOSError: no space"}, 5)
+
+    assert Sweep("b") in actions
+    finish(job, "a")
+    job.swept("b", [], 6)
+    assert job.over
+    assert verdict(job)["culprit"]["reason"] == "launcher_died"
+    assert (
+        "b could not be started: safelaunch's agent could not start there: OSError: no space"
+        in (verdict(job)["summary"])
+    )
+
+
+def test_the_second_signal_gives_up_lost_nodes_and_the_third_all():
+    job = make_job()
+    job.lost("b", "closed", 1)
+    job.interrupt(15, 2)
+    job.interrupt(15, 3)
+    assert [node.host for node in job.nodes.values() if node.over] == ["b"]
+    job.interrupt(15, 4)
+
+    assert job.over
+    assert verdict(job)["exit_status"] == 143
+    assert "nobody could look whether all processes on a, b ended" in verdict(job)["summary"]
+
+
+def test_a_sweep_that_never_ends_is_given_up():
+    job = make_job(grace=5)
+    job.agent("b", {"event": "agent_lost"}, 10)
+    finish(job, "a")
+
+    assert job.tick(10 + 5 + SWEEP_MARGIN - 1) == []
+    job.tick(10 + 5 + SWEEP_MARGIN + 1)
+    assert job.over
+    assert job.unconfirmed == ("b",)
 
 
 def test_a_lost_node_hears_of_the_stop_when_it_is_back():

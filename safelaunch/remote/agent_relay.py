@@ -46,7 +46,8 @@ class Relay:
             os._exit(0)
         except ConnectionError:
             pass
-        if line != talk.FAREWELL and not self._answers(directory):
+        # Another relay may have taken over and the farewell got lost.
+        if line != talk.FAREWELL and talk.ask(directory) is None:
             self.tell("agent_lost", error="it was killed")
         os._exit(0)  # an ordinary exit would wait for the thread that reads stdin
 
@@ -59,14 +60,6 @@ class Relay:
             return  # the other thread sees it too, and knows why
         # Without a launcher there is nothing to relay; the agent notices by the closed socket.
         os._exit(0)
-
-    def _answers(self, directory: str) -> bool:
-        """Tell whether the agent lives, as when another relay has taken over and the farewell was lost."""
-        try:
-            files.dial(directory).close()
-        except OSError:
-            return False
-        return True
 
 
 def attach(config: dict[str, Any], relay: Relay, directories: list[str], after: int) -> None:

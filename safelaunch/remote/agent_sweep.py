@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,9 +12,8 @@ if TYPE_CHECKING:
 
     from safelaunch.remote import agent_files as files
     from safelaunch.remote import agent_processes as procs
+    from safelaunch.remote import agent_talk as talk
 
-ANSWER_SECONDS = 3.0
-"""An agent that has not answered by then is taken to be without a launcher."""
 KEEPER_SECONDS = 2.0
 """Beyond the grace, for an agent to end its run before it is killed too."""
 
@@ -41,7 +39,7 @@ class RunHere:
 
     def connected(self) -> bool:
         """Ask its agents whether a launcher is there."""
-        return any(ask(path) for path in self.directories)
+        return any((talk.ask(path) or {}).get("connected") for path in self.directories)
 
     def end(self, grace: float) -> procs.Ending:
         """End it, through its agent or guardian where there is one; that is killed if it takes too long."""
@@ -62,23 +60,6 @@ class RunHere:
     def _keepers_left(self) -> list[procs.Process]:
         now = {pid: procs.read(pid) for pid in self.keepers}
         return [row for row in now.values() if row and row.alive and row.key == self.keepers[row.pid].key]
-
-
-def ask(directory: str) -> bool:
-    """Ask the agent of a directory whether its launcher is there."""
-    try:
-        connection = files.dial(directory)
-    except OSError:
-        return False
-    try:
-        connection.settimeout(ANSWER_SECONDS)
-        connection.sendall(b'{"do": "status"}\n')
-        with connection.makefile("rb") as stream:
-            return bool(json.loads(stream.readline() or b"{}").get("connected"))
-    except (OSError, ValueError):
-        return False
-    finally:
-        connection.close()
 
 
 def runs_here() -> dict[str, RunHere]:

@@ -23,6 +23,25 @@ MOST_EVENTS = 20_000
 """Unconfirmed events beyond which no output is taken either."""
 LINE = 1_048_576
 """Bytes that a command may have."""
+ANSWER_SECONDS = 3.0
+"""An agent that has not answered by then is taken to be without a launcher."""
+
+
+def ask(directory: str) -> dict[str, Any] | None:
+    """Return the status of the agent of a directory, or None where none answers."""
+    try:
+        connection = files.dial(directory)
+    except OSError:
+        return None
+    try:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.sendall(b'{"do": "status"}\n')
+        with connection.makefile("rb") as stream:
+            status: dict[str, Any] | None = json.loads(stream.readline() or b"null")
+    except (OSError, ValueError):
+        status = None
+    connection.close()
+    return status
 
 
 class Event:

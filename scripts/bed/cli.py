@@ -25,7 +25,7 @@ UNAVAILABLE = 69
 
 DESCRIPTION = """\
 A cluster on one machine: nodes node1, node2 ... are namespaces with their own network, host name, processes,
-/tmp, /dev/shm and sshd on port 22; everything else they share with this machine, as if over a network file system.
+/tmp, /dev/shm and sshd on port 22. All else they share with this machine, as over a network file system.
 
   scripts/testbed up                             boot four nodes
   scripts/testbed head ssh node2 hostname        a user's view: names, keys and known_hosts of the cluster

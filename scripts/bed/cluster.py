@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bed import faults
@@ -18,6 +17,7 @@ from bed.system import BedError, is_free, links, missing, mounts_below, networks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 LOCK = "/run/lock/safelaunch-testbed"
 """Held while a subnet is chosen and taken: two beds may be built at once."""
@@ -89,7 +89,7 @@ class Bed:
         """The name of the network bridge on this machine."""
         return f"{self.layout.prefix}br"
 
-    # --- Up and down -----------------------------------------------------------------------------------------
+    # --- Up and down --------------------------------------
 
     def up(self, nodes: int, *, subnet: str | None, prefix: str | None, shares: Sequence[str]) -> None:
         """Build the bed and boot its nodes; whatever goes wrong on the way, nothing is left of it."""
@@ -159,9 +159,9 @@ class Bed:
 
     def _boot(self, nodes: Sequence[Node]) -> None:
         processes = [node.boot() for node in nodes]
-        for node, process in zip(nodes, processes):
+        for node, process in zip(nodes, processes):  # noqa: B905 - `strict` needs Python 3.10; a system may have an older one
             node.plug(process)
-        for node, process in zip(nodes, processes):
+        for node, process in zip(nodes, processes):  # noqa: B905 - `strict` needs Python 3.10; a system may have an older one
             node.wait_until_ready(process)
 
     def node_up(self, index: int) -> None:
@@ -199,12 +199,13 @@ class Bed:
         self._description.unlink()
         self.directory.rmdir()
 
-    # --- In use ----------------------------------------------------------------------------------------------
+    # --- In use -------------------------------------------
 
     def head_command(self, argv: Sequence[str]) -> list[str]:
         """Return the command line that runs argv as a user of the cluster, on this machine."""
         # Each step but the last is an exec: the caller's child is the command itself.
-        script = 'mount --all --fstab "$0/fstab" && echo head >/proc/sys/kernel/hostname && cd "$1" && shift && exec "$@"'
+        enter = 'mount --all --fstab "$0/fstab" && echo head >/proc/sys/kernel/hostname'
+        script = f'{enter} && cd "$1" && shift && exec "$@"'
         here = str(self.directory / "head")
         return [program("unshare"), "--mount", "--uts", "sh", "-c", script, here, os.getcwd(), *argv]
 
@@ -234,7 +235,7 @@ class Bed:
         }
 
     def _check_peers(self) -> None:
-        """Raise BedError where the first two nodes do not reach each other: this machine's firewall may see to that."""
+        """Raise BedError where the first two nodes do not reach each other, for a firewall here."""
         if self.layout.nodes == 1:
             return
         first, second = self.nodes[:2]

@@ -41,7 +41,7 @@ class Fault:
     undo: Callable[..., None]
 
 
-# --- Small parts -------------------------------------------------------------------------------------------------
+# --- Small parts ------------------------------------------
 
 
 def _block(node: Node, file: str, name: str, text: str) -> None:
@@ -103,7 +103,7 @@ def _known_hosts(node: Node, line: str) -> None:
     path.write_text("".join(others) + line, encoding="ascii")
 
 
-# --- Network -----------------------------------------------------------------------------------------------------
+# --- Network ----------------------------------------------
 
 
 def _link_down(node: Node) -> None:
@@ -159,7 +159,7 @@ def _undo_loopback_hostname(node: Node) -> None:
     node.write("hosts", (node.bed / "hosts").read_text(encoding="ascii"))
 
 
-# --- sshd --------------------------------------------------------------------------------------------------------
+# --- sshd -------------------------------------------------
 
 
 def _signal_sshd(node: Node, name: str) -> None:
@@ -195,7 +195,7 @@ def _undo_max_startups(node: Node) -> None:
     node.restart_sshd()
 
 
-# --- Keys and accounts -------------------------------------------------------------------------------------------
+# --- Keys and accounts ------------------------------------
 
 
 def _changed_host_key(node: Node) -> None:
@@ -219,7 +219,7 @@ def _set_shell(node: Node, shell: str) -> None:
     node.write("passwd", f"{first.rpartition(':')[0]}:{shell}\n{rest}")
 
 
-# --- Software, files, clock --------------------------------------------------------------------------------------
+# --- Software, files, clock -------------------------------
 
 
 def _without(node: Node, directory: str, hidden: set[str]) -> None:
@@ -237,7 +237,7 @@ def _without(node: Node, directory: str, hidden: set[str]) -> None:
 
 
 def _interpreters(more: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return the names of Python interpreters by directory: the system's, and all names of those in `more`."""
+    """Return names of Python interpreters by directory: the system's, and all names of those in `more`."""
     found = {place: {n for n in os.listdir(place) if _PYTHON.fullmatch(n)} for place in system_directories()}
     for file in more:
         place = os.path.dirname(os.path.abspath(file))
@@ -323,7 +323,7 @@ def _undo_full_tmp(node: Node) -> None:
 
 
 def _hidden_path(node: Node, path: str) -> None:
-    """Hide a directory under an empty one; hide a file under a copy of its directory that has all the others."""
+    """Hide a directory under an empty one, and a file under a stand-in for its directory that lacks it."""
     target = os.path.abspath(path)
     if os.path.isdir(target):
         _bind(node, node.directory / "empty", target)
@@ -492,7 +492,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def apply(node: Node, name: str, arguments: list[str]) -> None:
-    """Make something go wrong on a node; it is on record before it happens, so that `heal` undoes half of it too."""
+    """Make something go wrong on a node; on record first, so that `heal` undoes half of it too."""
     fault = FAULTS.get(name)
     if fault is None:
         raise BedError(f"no fault {name!r}; there are: {', '.join(sorted(FAULTS))}")

@@ -1,4 +1,4 @@
-"""Something on a port that is not sshd, or a client that only holds a connection: run by faults inside a node.
+"""Something on a port that is not sshd, or a client that only holds a connection: for faults, inside a node.
 
 impostor.py silent|http ADDRESS PORT      listen; say nothing, or answer like a web server
 impostor.py hold ADDRESS PORT SECONDS     connect and hold the connection (0: for ever)

@@ -41,7 +41,7 @@ PRIVATE_HOME = {
     ".deepspeed_env",
     ".nccl.conf",
 }
-"""What nodes do not see of the machine's home directory: it would bring the machine's own habits into the bed."""
+"""What nodes do not see of the machine's home directory: it would bring the machine's habits into the bed."""
 
 SSHD_CONFIG = """\
 Port 22
@@ -69,7 +69,7 @@ def home() -> str:
 
 
 def shadowed_home(directory: Path) -> list[str]:
-    """Fill `directory` with places for what the machine's home holds; return fstab lines that show it there."""
+    """Fill `directory` with places for what the machine's home holds; return fstab lines that show it."""
     lines = []
     for entry in sorted(os.scandir(home()), key=lambda e: e.name):
         place = directory / entry.name
@@ -110,10 +110,10 @@ class Node:
         self.shares = shares
         self._process = ProcessFile(self.directory / "process")
 
-    # --- Files -----------------------------------------------------------------------------------------------
+    # --- Files --------------------------------------------
 
     def write_files(self, hosts: str, key: Path) -> None:
-        """Write all that the node has of its own, in its healthy state; its identity and host key stay if there."""
+        """Write all that the node has of its own, in its healthy state; identity and host key are kept."""
         for name in (
             "etc_ssh",
             "home/.ssh",
@@ -205,7 +205,7 @@ class Node:
             lines += [fstab(staged, path, "rbind")]
         return "".join(lines)
 
-    # --- Life ------------------------------------------------------------------------------------------------
+    # --- Life ---------------------------------------------
 
     @property
     def pid(self) -> int | None:
@@ -290,7 +290,7 @@ class Node:
                 run("ip", "link", "delete", self.link)
         self.faults_file.unlink(missing_ok=True)
 
-    # --- Inside ----------------------------------------------------------------------------------------------
+    # --- Inside -------------------------------------------
 
     def inside(self, argv: Sequence[str], *, mounts: bool = True) -> list[str]:
         """Return the command line that runs argv inside the node, in the same directory where it has that."""
@@ -335,7 +335,7 @@ class Node:
     def _fault_process(self, name: str) -> ProcessFile:
         return ProcessFile(self.directory / f"fault-{name}.process")
 
-    # --- sshd ------------------------------------------------------------------------------------------------
+    # --- sshd ---------------------------------------------
 
     def stop_sshd(self) -> None:
         """End the listening sshd; open sessions go on. Nothing happens where it isn't running."""
@@ -365,13 +365,13 @@ class Node:
                 return False
             except OSError as error:
                 raise BedError(
-                    f"{self.name} ({self.address}) does not answer on port 22: {error}; is there a firewall on this "
-                    f"machine that drops what comes from {self.bridge}?"
+                    f"{self.name} ({self.address}) does not answer on port 22: {error}; "
+                    f"is there a firewall on this machine that drops what comes from {self.bridge}?"
                 ) from error
 
         wait_for(greeted, SSHD_DEADLINE, f"the sshd of {self.name}")
 
-    # --- Faults ----------------------------------------------------------------------------------------------
+    # --- Faults -------------------------------------------
 
     @property
     def faults_file(self) -> Path:

@@ -136,7 +136,7 @@ class Slurm:
                     os.kill(pid, signal.SIGKILL)
             self._pid_file(name).unlink(missing_ok=True)
         for freezer in self._freezers if self._root.exists() else []:
-            for place in sorted(freezer.rglob("*"), reverse=True) + [freezer]:
+            for place in [*sorted(freezer.rglob("*"), reverse=True), freezer]:
                 with contextlib.suppress(OSError):
                     place.rmdir()
 
@@ -163,7 +163,7 @@ class Slurm:
         for name in ("nvidia0", "nvidia1"):
             if not (self._root / "dev" / name).exists():
                 os.mknod(self._root / "dev" / name, 0o020666, os.makedev(1, 3))
-        # Without control groups, or with another bed's Slurm in those of the same names, orphans of jobs stay alive.
+        # Without control groups, or with another bed's Slurm in those of these names, orphans stay alive.
         grouped = FREEZER.is_dir() and not any(freezer.exists() for freezer in self._freezers)
         rows = [
             f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=4000 Gres=gpu:2 State=UNKNOWN"

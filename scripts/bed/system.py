@@ -79,7 +79,7 @@ def missing() -> list[str]:
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started (clock ticks since boot), or None where there is none or only a zombie."""
+    """Return when a process started (clock ticks since boot), or None where there is none but a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -147,7 +147,7 @@ def links() -> set[str]:
 
 
 def unused_subnet(taken_prefix: Callable[[str], bool]) -> tuple[str, str]:
-    """Return the first three numbers of a /24 that no address or route here touches, and a prefix for names."""
+    """Return the first three numbers of a /24 that nothing here uses, and a prefix for names."""
     busy = list(networks())
     for base in ("10.77", "172.29", "192.168"):
         for third in range(256):
