@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def no_bed() -> str | None:
     """Say why there can be no test bed on this machine, or None."""
     tool = [sys.executable, REPOSITORY / "scripts/testbed", "check"]
-    done = subprocess.run(tool, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(tool, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return done.stdout.strip() if done.returncode else None
 
 

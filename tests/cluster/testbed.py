@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ NOBODY_LEFT = 10.0
 
 @dataclass(frozen=True)
 class Survivor:
-    """A process that carries a run id: its pid on this machine, where it is (`head` or a node), and its command."""
+    """A process of a run: its pid on this machine, where it is (`head` or a node), and its command."""
 
     pid: int
     place: str
@@ -41,7 +42,13 @@ class Bed:
         """Run scripts/testbed on this bed and return its stdout."""
         command = [*TOOL, "--dir", str(self.directory), *map(str, arguments)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, env=env
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            env=env,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.returncode}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -71,6 +78,7 @@ class Bed:
         command = [*TOOL, "--dir", str(self.directory), "head", *argv]
         return subprocess.run(
             command,
+            check=False,
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -92,7 +100,7 @@ class Bed:
         return found[0]
 
     def survivors(self, run_id: str | None = None) -> list[Survivor]:
-        """Return the processes of a run, or of any, that are alive on the nodes or, ours only, on the head."""
+        """Return the processes of a run, or of any: all that are on the nodes, and ours on the head."""
         places = {}
         for node in self.status["nodes"]:
             if node["pid"]:
@@ -152,13 +160,12 @@ class Result:
 
 
 class Running:
-    """A command of safelaunch that has been started; `pid` is its own, so a signal sent there reaches it alone."""
+    """A command of safelaunch that has been started; `pid` is its own, so a signal reaches it alone."""
 
     def __init__(self, process: subprocess.Popen[bytes], files: tuple[Path, Path], runs: Path) -> None:
         self._process = process
         self._files = files
         self._runs = runs
-        self._before = set(_run_directories(runs))
         self._started = time.monotonic()
         self.pid = process.pid
 
@@ -167,9 +174,12 @@ class Running:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run directory that has appeared since the start."""
-        new = sorted(set(_run_directories(self._runs)) - self._before)
-        return new[-1] if new else None
+        """The run directory that this command has made."""
+        for path in _run_directories(self._runs):
+            with contextlib.suppress(OSError, ValueError):
+                if json.loads((path / "launcher.json").read_text(encoding="utf-8"))["pid"] == self.pid:
+                    return path
+        return None
 
     @property
     def alive(self) -> bool:
@@ -201,7 +211,7 @@ class Running:
             time.sleep(0.05)
 
     def wait(self, timeout: float = 90) -> Result:
-        """Wait for the end; a command that is late is stopped, and the test fails with what it has printed."""
+        """Wait for the end; what is late is stopped, and the test fails with what it has printed."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
