@@ -6,10 +6,13 @@ Takes a few seconds. `--fail-rank R --fail-step S` makes rank R raise an error a
 """
 
 import argparse
+from collections.abc import Iterator
+from itertools import islice
 
 import deepspeed
 import torch
-from torch import nn
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 FEATURES = 16
@@ -23,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser.add_argument("--steps", type=int, default=5, help="how many to train (%(default)s)")
     parser.add_argument("--fail-rank", type=int, default=-1, help="the rank that raises an error")
-    parser.add_argument("--fail-step", type=int, default=2, help="the step at which it does")
+    parser.add_argument("--fail-step", type=int, default=2, help="the step at which it does (%(default)s)")
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
@@ -32,13 +35,11 @@ def no_compiling_for_gloo() -> None:
 
     It only speeds up all-reduce between ranks of one machine; without it, gloo does that too.
     """
-    from deepspeed.accelerator import get_accelerator
-
     if get_accelerator().device_name() == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def batches(engine: deepspeed.DeepSpeedEngine):
+def batches(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches without end: y = sum(x), the same data everywhere, another share of it on each rank."""
     x = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x, x.sum(dim=1, keepdim=True))
@@ -57,7 +58,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 1))
     engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=model.parameters())
     rank = engine.global_rank
-    for step, (x, y) in zip(range(arguments.steps), batches(engine)):
+    for step, (x, y) in enumerate(islice(batches(engine), arguments.steps)):
         if rank == arguments.fail_rank and step == arguments.fail_step:
             raise RuntimeError(f"rank {rank} was told to fail at step {step}")
         loss = nn.functional.mse_loss(engine(x.to(engine.device)), y.to(engine.device))
