@@ -190,6 +190,9 @@ class Driver:
         )
         return data.encode("utf-8", "surrogateescape")
 
+    def stop(self, grace=5):
+        self.tell({"do": "stop", "grace": grace, "reason": "test"})
+
     def finish(self, timeout=60):
         """Wait for the end of the run on the node, say good-bye, and return the `finished` event."""
         finished = self.until("finished", timeout)

@@ -78,7 +78,18 @@ def test_how_a_rank_ended_is_seen_exactly(drive, script, status, signum):
 
     assert (exited["status"], exited["signal"]) == (status, signum)
     assert exited["oom"] is False
+    driver.stop()
     assert driver.finish()["survivors"] == []
+
+
+def test_without_an_order_a_failed_node_ends_itself(drive):
+    driver = drive(
+        "import os, sys, time; time.sleep(300 if os.environ['RANK'] == '1' else 0); sys.exit(3)", slots=(0, 1)
+    )
+
+    assert "no order came" in driver.until("stopping")["reason"]
+    assert driver.finish()["survivors"] == []
+    assert driver.until("rank_exited", rank=1)["signal"] == signal.SIGTERM
 
 
 def test_stop_is_gentle_first_and_certain_in_the_end(drive):
@@ -181,7 +192,7 @@ def test_signals_go_to_the_ranks_only(drive):
     driver.tell({"do": "signal", "signal": int(signal.SIGUSR1)})
     for rank in (0, 1):
         driver.until("output", rank=rank, data="usr1\n")
-    driver.tell({"do": "stop", "grace": 5, "reason": "test"})
+    driver.stop()
     driver.finish()
 
 
@@ -231,6 +242,7 @@ def test_arguments_and_local_rank_byte_for_byte(drive, tmp_path):
 def test_a_program_that_cannot_run_says_so(drive):
     driver = drive("", program={"argv": ["/no/such/program"], "args": [], "local_rank": False})
     exited = driver.until("rank_exited")
+    driver.stop()
     driver.finish()
 
     assert exited["status"] == 127
@@ -346,7 +358,7 @@ def test_kill_9_of_the_node_launcher(drive):
     os.kill(driver.until("launcher_started")["pid"], signal.SIGKILL)
 
     assert driver.until("launcher_exited")["signal"] == 9
-    driver.tell({"do": "stop", "grace": 5, "reason": "test"})
+    driver.stop()
     assert driver.finish()["survivors"] == []
 
 
@@ -407,5 +419,5 @@ def test_the_real_node_launcher_with_a_failing_rank(drive):
     driver = drive(script, slots=(0, 1), real=True)
 
     assert driver.until("rank_exited", rank=1)["status"] == 3
-    driver.tell({"do": "stop", "grace": 5, "reason": "test"})
+    driver.stop()
     assert driver.finish()["survivors"] == []

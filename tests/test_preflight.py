@@ -266,8 +266,8 @@ def test_an_old_python(tmp_path, nodes):
             "ssh.no_space",
             "No space",
         ),
-        ("echo going down >&2; exit 7", "node.probe_failed", "status 7: going down"),
-        ("exit 0", "node.probe_failed", "status 0"),
+        ("echo going down >&2; exit 7", "ssh.account", "status 7: going down"),
+        ("exit 0", "ssh.account", "status 0"),
     ],
 )
 def test_a_shell_that_ends_before_the_probe_begins(tmp_path, nodes, line, code, words):
