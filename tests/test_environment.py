@@ -159,16 +159,16 @@ def test_no_finding_shows_a_secret(line):
 
 
 def test_paths_are_those_of_deepspeed():
-    assert env_file_paths({}, "/work", "/home/me") == [
+    assert env_file_paths({}, "/job", "/home/me") == [
         ("/home/me/.deepspeed_env", False),
-        ("/work/.deepspeed_env", False),
+        ("/job/.deepspeed_env", False),
     ]
-    assert env_file_paths({"DS_ENV_FILE": "e"}, "/work", "/home/me") == [
+    assert env_file_paths({"DS_ENV_FILE": "e"}, "/job", "/home/me") == [
         ("/home/me/e", True),
-        ("/work/e", True),
+        ("/job/e", True),
     ]
-    assert env_file_paths({"DS_ENV_FILE": "/x/e"}, "/work", "/home/me") == [("/x/e", True)]
-    assert env_file_paths({"DS_ENV_FILE": ""}, "/work", "/home/me") == []
+    assert env_file_paths({"DS_ENV_FILE": "/x/e"}, "/job", "/home/me") == [("/x/e", True)]
+    assert env_file_paths({"DS_ENV_FILE": ""}, "/job", "/home/me") == []
     assert env_file_paths({}, "/same", "/same") == [("/same/.deepspeed_env", False)]
 
 

@@ -13,7 +13,7 @@ from safelaunch.findings import Severity
 from safelaunch.options import SETTINGS
 from safelaunch.settings import Settings
 
-HOME, CWD = "/home/u", "/work/dir"
+HOME, CWD = "/home/u", "/job/dir"
 USER, PROJECT, PYPROJECT = (
     "/home/u/.config/safelaunch/config.toml",
     f"{CWD}/safelaunch.toml",
