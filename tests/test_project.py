@@ -19,9 +19,8 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "hostfil
 FOLDERS = "safelaunch|scripts|tests|examples|hostfiles|docs|benchmarks"
 NAMED = re.compile(rf"(?:^|[\s`(])(?:\.\./)*((?:{FOLDERS})/[\w./*-]*[\w*])", re.MULTILINE)
 """A file of the repository in a text, seen from its root or from below."""
-DATA = {".md", ".json"}
-MACHINE = re.compile("/work" + r"/|\.pyenv/|/root" + r"/\.")
-"""Places of the machine that the project was written on."""
+MACHINE = re.compile(r"/wor[k]/|[.]pyenv/|/root/[.]")
+"""Places of the machines that the project is written on; the brackets keep it from finding itself."""
 
 
 def run(*argv, cwd=ROOT, **options):
