@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _HEADER = b"Traceback (most recent call last):"
+_NUMBER = re.compile(rb"\d+")
 HELD_LINES = 400
 """Lines of one traceback that are held back for comparison at most; a longer one is printed as it comes."""
 
@@ -73,7 +75,10 @@ class LineMerger:
 
 
 class TracebackFold:
-    """Passes a rank's stderr on, but one traceback that several ranks print is printed once."""
+    """Passes a rank's stderr on, but one traceback that several ranks print is printed once.
+
+    Two are one if their frames are, and their errors but for the numbers in them.
+    """
 
     def __init__(self, emit: Callable[[int, bytes], None]) -> None:
         """Hand lines to `emit(rank, data)`."""
@@ -118,7 +123,9 @@ class TracebackFold:
 
     def _complete(self, rank: int, block: bytes) -> None:
         # "[rank3]: " is what torch puts before each line of an uncaught exception.
-        key = block.replace(b"[rank%d]: " % rank, b"")
+        frames, end, error = block.replace(b"[rank%d]: " % rank, b"").rstrip(b"\r\n").rpartition(b"\n")
+        # Ports, addresses and ranks make no other error of it.
+        key = frames + end + _NUMBER.sub(b"0", error)
         first = self._printed_by.setdefault(key, rank)
         if first == rank:
             self._emit(rank, block)

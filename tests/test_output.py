@@ -93,6 +93,18 @@ def test_torchs_rank_prefix_does_not_hide_that_they_are_equal():
     assert len(got) == 1
 
 
+def test_errors_that_differ_in_numbers_are_one_and_others_are_not():
+    folder, got = fold()
+    start = b'Traceback (most recent call last):\n  File "t.py", line 4, in f\n'
+    folder.feed(0, start + b"RuntimeError: closed by peer [10.0.0.1]:5000\n")
+    folder.feed(1, start + b"RuntimeError: closed by peer [10.0.0.12]:44012\n")
+    folder.feed(2, start.replace(b"4", b"5") + b"RuntimeError: closed by peer [10.0.0.1]:5000\n")
+    folder.feed(3, start + b"RuntimeError: refused by peer [10.0.0.1]:5000\n")
+
+    assert [rank for rank, _ in got] == [0, 2, 3]
+    assert folder.repeats == {0: [1]}
+
+
 def test_different_tracebacks_are_all_printed():
     folder, got = fold()
     folder.feed(0, TRACE)
