@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Process:
     """A line of /proc/PID/stat. `started` is in clock ticks since boot: with the pid it names one process."""
 
-    __slots__ = ("group", "parent", "pid", "session", "started", "state", "threads", "wait_status")
+    __slots__ = ("cpu", "group", "parent", "pid", "session", "started", "state", "threads", "wait_status")
 
     def __init__(self, pid: int, fields: list[bytes]) -> None:
         """Take the fields from the state on: proc(5) counts it as number 3."""
@@ -39,6 +39,7 @@ class Process:
         self.threads = int(fields[17])
         self.started = int(fields[19])
         self.wait_status = int(fields[49])
+        self.cpu = int(fields[11]) + int(fields[12])  # clock ticks, its own and not its children's
 
     @property
     def alive(self) -> bool:
