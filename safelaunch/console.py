@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from safelaunch.findings import Finding, Severity
+from safelaunch.hostnames import fold_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -81,7 +82,7 @@ class Console:
             "where": culprit.get("location"),
             "next": failure.get("hint"),
             "others": "; ".join(
-                f"rank{'s' * (len(group['ranks']) > 1)} {_ranks(group['ranks'])} {group['what']}"
+                f"rank{'s' * (len(group['ranks']) > 1)} {fold_numbers(group['ranks'])} {group['what']}"
                 for group in outcome["others"]
             ),
             "log": _log(culprit, path),
@@ -103,12 +104,6 @@ def _fold(hosts: tuple[str, ...]) -> str:
     from safelaunch.checks import fold  # noqa: PLC0415 - ClusterShell, only when there is something to say
 
     return fold(hosts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    from ClusterShell.RangeSet import RangeSet  # noqa: PLC0415 - only when something failed
-
-    return str(RangeSet(",".join(map(str, ranks))))
 
 
 def _log(culprit: Mapping[str, Any], path: str) -> str:

@@ -7,17 +7,19 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from safelaunch.stacks import NOT_THE_USERS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from safelaunch.job import Failure, Job
+    from safelaunch.verdicts import Verdict
 
-LOST, INTERNAL = 74, 70
-"""Exit statuses after sysexits.h: EX_IOERR, EX_SOFTWARE."""
+LOST, INTERNAL, HANG, DESYNC = 74, 70, 75, 76
+"""Exit statuses after sysexits.h: EX_IOERR, EX_SOFTWARE, EX_TEMPFAIL, EX_PROTOCOL."""
 
 _HEADER = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$')
-_NOT_THE_USERS = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|^<frozen |^<string>")
 
 _LAUNCHER = "the node launcher (deepspeed.launcher.launch)"
 
@@ -54,7 +56,7 @@ def last_traceback(text: str) -> Traceback | None:
             frames.append(frame)
         end += 1
     error = lines[end][indent:] if end < len(lines) else ""
-    users = [frame for frame in frames if not _NOT_THE_USERS.search(frame["file"])]
+    users = [frame for frame in frames if not NOT_THE_USERS.search(frame["file"])]
     inner = (users or frames)[-1] if frames else None
     location = f"{inner['file']}:{inner['line']}" if inner else None
     return Traceback("\n".join(line[indent:] for line in lines[start : end + 1]), error.strip(), location)
@@ -74,6 +76,8 @@ def outcome(job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str]) -> 
     `logs` holds the tail of the stderr of ranks that failed, `node_logs` the tail of node launchers' logs.
     """
     cause = job.root_cause()
+    if cause is not None and cause.verdict is not None:
+        return _hung(cause, cause.verdict)
     if cause is not None:
         return {**_failed(job, cause, logs, node_logs), "others": _others(job, cause)}
     if job.interrupted is not None:
@@ -118,6 +122,25 @@ _EMPTY_CULPRIT: dict[str, Any] = {
     "since": None,
 }
 _NO_CULPRIT: dict[str, Any] = {"culprit": None, "first_failure": None, "others": []}
+
+
+def _hung(cause: Failure, verdict: Verdict) -> dict[str, Any]:
+    desync = verdict.reason == "collective_mismatch"
+    return {
+        **_NO_CULPRIT,
+        "status": "desync" if desync else "hang",
+        "exit_status": DESYNC if desync else HANG,
+        "summary": verdict.text,
+        "culprit": {
+            "ranks": list(verdict.ranks),
+            "hosts": list(verdict.hosts),
+            "reason": verdict.reason,
+            "location": verdict.location,
+            "since": cause.time,
+        },
+        "others": [{"what": what, "ranks": list(ranks)} for what, ranks in verdict.others],
+        "reasons": list(verdict.votes),
+    }
 
 
 def _failed(

@@ -136,6 +136,7 @@ def outcome_document(
     return {
         "schema": "safelaunch.outcome/1",
         "run_id": run_id,
+        "reasons": [],
         **verdict,
         "ranks": ranks,
         "attempts": [attempt],

@@ -126,6 +126,13 @@ def fold(names: Iterable[str]) -> str:
     return ",".join(folded + rest)
 
 
+def fold_numbers(numbers: Iterable[int]) -> str:
+    """Return ranks in short form, `0-2,5`."""
+    from ClusterShell.RangeSet import RangeSet  # noqa: PLC0415 - slow to import, and only messages need it
+
+    return str(RangeSet(",".join(map(str, numbers))))
+
+
 def host_part(name: str) -> str:
     """Return a host's name without `user@`."""
     return name.rpartition("@")[2]

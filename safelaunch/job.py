@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from safelaunch.plan import Node
+    from safelaunch.verdicts import Verdict
 
 STOP_MARGIN = 15.0
 """Seconds an agent may need beyond the grace before its node is swept from outside."""
@@ -45,6 +46,7 @@ class Failure:
     rank: int | None = None
     exit: Exit | None = None
     text: str = ""
+    verdict: Verdict | None = None
 
 
 @dataclass(slots=True)
@@ -343,6 +345,29 @@ class Job:
                 node.phase, node.since = "sweeping", now
                 actions += [Note("agent_stuck", "error", node.host), Sweep(node.host)]
         return actions
+
+    def hang(self, verdict: Verdict, now: float, *, kill: bool) -> list[Action]:
+        """Take the verdict that the job stands still."""
+        fields = {
+            "reason": verdict.reason,
+            "ranks": list(verdict.ranks),
+            "hosts": list(verdict.hosts),
+            "location": verdict.location,
+            "text": verdict.text,
+            "reasons": list(verdict.votes),
+        }
+        note = Note("hang", "error", fields=fields)
+        if not kill:
+            return [note]
+        failure = Failure(
+            reason=verdict.reason,
+            host=verdict.hosts[0] if verdict.hosts else "",
+            time=now,
+            rank=verdict.ranks[0] if verdict.ranks else None,
+            text=verdict.text,
+            verdict=verdict,
+        )
+        return [note, *self._fail(failure, now)]
 
     def _overdue(self, node: NodeState, now: float) -> bool:
         if self.stop_time is None or node.phase == "lost":

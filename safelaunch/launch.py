@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -80,7 +81,9 @@ def agent_config(
         "unset": list(plan.unset),
         "cwd": plan.cwd,
         "venv_script": plan.venv_script,
-        "shim": resources.files("safelaunch.remote").joinpath("rank_shim.py").read_text(encoding="utf-8"),
+        "shim": _remote_source("rank_shim.py"),
+        "hook": _remote_source("rank_hook.py"),
+        "rank_hook": plan.rank_hook,
         # launch.py's own rule: local rank = rank modulo the number of ranks on the node.
         "ranks": [[rank, rank % local] for rank in node.ranks],
         "grace": plan.limits.grace,
@@ -88,6 +91,11 @@ def agent_config(
         "heartbeat": heartbeat(plan.limits.reconnect_grace),
         "rank_log_dir": plan.rank_log_dir,
     }
+
+
+@functools.cache
+def _remote_source(name: str) -> str:
+    return resources.files("safelaunch.remote").joinpath(name).read_text(encoding="utf-8")
 
 
 def _portable(word: str) -> str:

@@ -124,7 +124,6 @@ class OwnOption(Option):
 
 _EVERYWHERE = "run check ps stop clean explain"
 _CONTACT = "run check ps stop clean"
-_NO_HANGS = "this version does not detect hangs: a job that stands still runs until you stop it"
 
 OWN: tuple[OwnOption, ...] = (
     OwnOption(
@@ -220,11 +219,9 @@ OWN: tuple[OwnOption, ...] = (
         kind="number",
         choices=("auto", "off"),
         metavar="{auto,off,S}",
-        default="off",
+        default="auto",
         minimum=1,
-        help="seconds without progress after which a job counts as hung",
-        done=frozenset({"off"}),
-        lack=_NO_HANGS,
+        help="seconds without progress after which a job counts as hung (auto: learnt from the job)",
         unmistakable=True,
     ),
     OwnOption(
@@ -234,8 +231,6 @@ OWN: tuple[OwnOption, ...] = (
         choices=("kill", "report"),
         default="kill",
         help="what to do with a job that hangs",
-        done=frozenset(),
-        lack=_NO_HANGS,
         unmistakable=True,
     ),
     OwnOption(
@@ -293,10 +288,8 @@ OWN: tuple[OwnOption, ...] = (
         dest="no_rank_hook",
         flags=("--no-rank-hook",),
         kind="flag",
-        default=True,
-        help="load nothing of ours in the ranks",
-        done=frozenset({True}),
-        lack="this version has no rank hook: it never loads anything in the ranks",
+        default=False,
+        help="load nothing of ours in the ranks; hangs are then seen by CPU and I/O alone",
         unmistakable=True,
     ),
     OwnOption(
@@ -368,8 +361,6 @@ KEYS: tuple[OwnOption, ...] = (
         default=6.0,
         minimum=1,
         help="hang timeouts that a rank which still works may hold up the others",
-        done=frozenset({6.0}),
-        lack=_NO_HANGS,
     ),
     OwnOption(
         dest="interpreter",

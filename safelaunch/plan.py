@@ -98,6 +98,7 @@ class Plan:
     rank_log_dir: str | None = None
     save_pid: bool = False
     venv_script: str | None = None
+    rank_hook: bool = True
     environment: tuple[Variable, ...] = ()
     unset: tuple[str, ...] = ()
     deepspeed_configs: tuple[str, ...] = ()

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from safelaunch import catalogue, diagnose, documents, runs, static, timeouts
 from safelaunch import preflight as preflights
 from safelaunch.console import Console
+from safelaunch.hang import Hangs
 from safelaunch.job import Job, Note
 from safelaunch.launch import Links, Rendezvous, agent_config
 from safelaunch.output import RunOutput
-from safelaunch.supervise import STOP_SIGNALS, Events, signals_as_events, supervise
+from safelaunch.supervise import STOP_SIGNALS, Events, Watch, signals_as_events, supervise
 from safelaunch.transport import choose
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class _Running:
                         for node in plan.local_nodes
                     }
                 )
-                supervise(job, links, events, output, self.recorder.note)
+                supervise(job, links, events, output, self.recorder.note, self._watch())
         finally:
             if not job.over:  # only an internal error gets here; nothing may stay behind for it
                 for node in plan.local_nodes:
@@ -249,6 +250,19 @@ class _Running:
             links.close()
             output.close()
         return self._verdict(job)
+
+    def _watch(self) -> Watch | None:
+        chosen, plan = self.checked.settings, self.plan
+        # With --no_ssh the other nodes' ranks are out of sight, and the one at fault may be among them.
+        if chosen.hang_timeout == "off" or plan.only_node is not None:
+            return None
+        hangs = Hangs(
+            {rank: node.name for node in plan.local_nodes for rank in node.ranks},
+            timeout=None if chosen.hang_timeout == "auto" else float(chosen.hang_timeout),
+            busy_factor=chosen.busy_factor,
+            now=time.time(),
+        )
+        return Watch(hangs, self.run.keep_evidence, kill=chosen.on_hang == "kill")
 
     def _variables(self, host: str) -> dict[str, Variable]:
         variables = self.plan.variables_for(host)

@@ -67,6 +67,19 @@ class Run:
             stream.write("\n")
         os.replace(f"{path}.new", path)
 
+    def keep_evidence(self, message: Mapping[str, Any]) -> None:
+        """Write what an agent found out about a rank that may hang: its stacks, and the rest as JSON."""
+        os.makedirs(self.file("evidence"), exist_ok=True)
+        name = self.file("evidence", f"rank-{message['rank']}")
+        with open(f"{name}.stacks.txt", "w", encoding="utf-8", errors="surrogateescape") as stream:
+            for process in message["processes"]:
+                state = f"state {process['state']}, waits in {process['wchan'] or 'user space'}"
+                stream.write(f"pid {process['pid']}, {state}: {process['command']}\n{process['stacks']}\n")
+        rest = [{key: value for key, value in p.items() if key != "stacks"} for p in message["processes"]]
+        document = {"taken": message["taken"], "mark": message["mark"], "processes": rest}
+        with open(f"{name}.proc.json", "w", encoding="utf-8", errors="surrogateescape") as stream:
+            json.dump(document, stream, indent=2)
+
     def alive(self) -> bool:
         """Tell whether the launcher of this run still runs: it holds a lock as long as it does."""
         try:

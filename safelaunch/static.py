@@ -278,6 +278,7 @@ def _plan(
         rank_log_dir=None if log_dir in ("None", "") else str(log_dir),
         save_pid=bool(given.get("save_pid")),
         venv_script=str(given["venv_script"]) if given.get("venv_script") else None,
+        rank_hook=not chosen.no_rank_hook,
         environment=variables,
         unset=environment.scrub(here.environ),
         deepspeed_configs=configs,

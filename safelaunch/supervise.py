@@ -6,6 +6,7 @@ import contextlib
 import queue
 import signal
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from safelaunch import job as jobs
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
+    from safelaunch.hang import Hangs
     from safelaunch.launch import Links
     from safelaunch.output import RunOutput
 
@@ -43,12 +45,39 @@ def signals_as_events(events: Events) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
+@dataclass(slots=True)
+class Watch:
+    """Hang detection in a run: `keep` saves a piece of evidence, `kill` says whether a hang ends the job."""
+
+    hangs: Hangs
+    keep: Callable[[Mapping[str, Any]], None]
+    kill: bool
+
+    def see(self, message: Mapping[str, Any], now: float) -> None:
+        """Take an event of an agent."""
+        if message["event"] == "progress":
+            self.hangs.progress(message["ranks"], now)
+        elif message["event"] == "evidence":
+            self.hangs.evidence(message)
+            self.keep(message)
+        elif message["event"] == "rank_exited":
+            self.hangs.exited(message["rank"], message["status"], now)
+
+    def look(self, job: jobs.Job, now: float) -> list[jobs.Action]:
+        """Look at the clock; while a node is out of contact nothing can be said about its ranks."""
+        if job.stop_time is not None or any(node.phase == "lost" for node in job.nodes.values()):
+            return []
+        actions, verdict = self.hangs.tick(now)
+        return actions if verdict is None else [*actions, *job.hang(verdict, now, kill=self.kill)]
+
+
 def supervise(
     job: jobs.Job,
     links: Links,
     events: Events,
     output: RunOutput,
     record: Callable[[jobs.Note], None],
+    watch: Watch | None = None,
     clock: Callable[[], float] = time.time,
 ) -> None:
     """Run the job to its end: feed events to `job`, carry out what it asks for, pass output on."""
@@ -58,12 +87,16 @@ def supervise(
         with contextlib.suppress(queue.Empty):
             kind, host, value = events.get(timeout=TICK)
             actions = _step(job, kind, host, value, output, clock())
+            if kind == "agent" and watch is not None:
+                watch.see(value, clock())
             if kind == "agent" and "seq" in value:
                 links.processed(host, value["seq"])
         if clock() - looked >= TICK:
             looked = clock()
             output.idle()
             actions += job.tick(looked)
+            if watch is not None:
+                actions += watch.look(job, looked)
         for action in actions:
             _perform(action, links, record)
 

@@ -107,6 +107,8 @@ class Driver:
             "cwd": str(tmp_path),
             "venv_script": None,
             "shim": resources.files("safelaunch.remote").joinpath("rank_shim.py").read_text(),
+            "hook": resources.files("safelaunch.remote").joinpath("rank_hook.py").read_text(),
+            "rank_hook": True,
             "ranks": [[rank, rank] for rank in range(len(slots))],
             "grace": 5.0,
             "reconnect_grace": 2.0,

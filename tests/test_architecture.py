@@ -21,7 +21,7 @@ LAYERS = {
     "transport": "transport",
     "facts": "facts",
     "checks": "checks",
-    "state": "job diagnose",
+    "state": "job hang verdicts stacks diagnose",
     "validation": "here nodes script static",
     "effects": "probing preflight launch supervise",
     "records": "runs output documents own_argv",

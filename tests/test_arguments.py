@@ -194,8 +194,6 @@ def test_everything_wrong_is_said_at_once():
 @pytest.mark.parametrize(
     "line",
     [
-        "--hang-timeout 30",
-        "--on-hang kill",
         "--max-restarts 1",
         "--use-spares",
         "--sync-checks on",

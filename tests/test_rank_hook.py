@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,8 +62,11 @@ class Ranks:
     def path(self, rank):
         return str(self.directory / f"rank-{rank}")
 
+    def reader(self, rank):
+        return agent_progress.MarkReader(rank_hook, self.path(rank))
+
     def mark(self, rank):
-        return agent_progress.MarkReader(rank_hook, self.path(rank)).read()
+        return self.reader(rank).read()
 
     def finish(self, statuses=None):
         outputs = [process.communicate(timeout=60)[0] for process in self.processes]
@@ -106,12 +110,21 @@ dist.all_reduce(torch.ones(2, 5, 7, dtype=torch.int64), group=half)
     for mark in (first, second):
         assert mark["phase"] == "finish"
         assert mark["inside"] is False
-        assert [group["ranks"] for group in mark["groups"]] == [[0, 1], [0, 1]]
-        assert mark["groups"][1]["operation"] == "allreduce"
-        assert (mark["groups"][1]["shape"], mark["groups"][1]["type"]) == ([2, 5, 7], "int64")
-        assert mark["groups"][0]["type"] == "float16"
-        assert mark["groups"][1]["count"] == 2
-    assert first["groups"][0]["count"] == second["groups"][0]["count"] >= 8
+        world, half = mark["groups"].values()
+        assert (half["count"], half["operation"], half["shape"], half["type"]) == (
+            2,
+            "allreduce",
+            [2, 5, 7],
+            "int64",
+        )
+        assert world["type"] == "float16"
+        assert world["count"] >= 8
+    reader = ranks.reader(0)
+    reader.read()
+    assert list(reader.members.values()) == [[0, 1], [0, 1]]
+    assert [group["count"] for group in first["groups"].values()] == [
+        group["count"] for group in second["groups"].values()
+    ]
 
 
 def test_a_waiting_rank_and_the_one_it_waits_for(ranks):
@@ -125,24 +138,25 @@ dist.all_reduce(x)
 """
     )
     ranks.start(script)
-    wait_for(
-        lambda: (ranks.mark(0) or {"inside": False})["inside"] and ranks.mark(0)["groups"][0]["count"] == 2
-    )
-    wait_for(lambda: ranks.mark(1)["groups"] and not ranks.mark(1)["inside"])
+
+    def state(rank):
+        mark = ranks.mark(rank) or {"groups": {}, "inside": None}
+        return [group["count"] for group in mark["groups"].values()], mark["inside"]
+
+    wait_for(lambda: state(0) == ([2], True) and state(1) == ([1], False))
     mark = ranks.mark(1)
-    assert (mark["groups"][0]["count"], mark["phase"]) == (1, "first_step")
+    assert mark["phase"] == "first_step"
 
     os.kill(mark["pid"], mark["signal"])
-    wait_for(lambda: "the culprit" in _line_at(mark["stacks"], ranks.directory / "t.py"))
+    stacks = ranks.path(1) + ".stacks"
+    wait_for(lambda: os.path.exists(stacks) and "the culprit" in _line_at(stacks, ranks.directory / "t.py"))
     assert ranks.processes[1].poll() is None
 
 
 def _line_at(stacks, script):
     """Return the source line of the innermost frame of the script that the stacks name."""
-    for row in Path(stacks).read_text().splitlines():
-        if 't.py", line ' in row:
-            return script.read_text().splitlines()[int(row.split("line ")[1].split(" ")[0]) - 1]
-    return ""
+    found = re.search(r't.py", line (\d+) in', Path(stacks).read_text())
+    return script.read_text().splitlines()[int(found[1]) - 1] if found else ""
 
 
 def test_children_leave_the_mark_alone(ranks):
@@ -208,7 +222,7 @@ def test_a_python_below_a_wrapper_is_the_rank(ranks):
     ranks.start(GLOO + "dist.barrier()\nprint('ok')\n", argv=[sys.executable, "-c", wrapper]).finish()
 
     for rank in (0, 1):
-        assert ranks.mark(rank)["groups"][0]["operation"] == "barrier"
+        assert [group["operation"] for group in ranks.mark(rank)["groups"].values()] == ["barrier"]
         assert ranks.mark(rank)["pid"] != ranks.processes[rank].pid
 
 

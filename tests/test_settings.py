@@ -234,12 +234,9 @@ def test_values_that_this_version_can_not_serve():
         return [(f.code, f.severity) for f in load(**how).findings]
 
     warning = [("cli.not_yet", Severity.WARNING)]
-    assert codes(files={PROJECT: 'hang_timeout = "auto"'}) == warning
+    assert codes(files={PROJECT: 'sync_checks = "on"'}) == warning
     assert codes(environ={"SAFELAUNCH_MAX_RESTARTS": "2"}) == warning
-    assert (
-        codes(files={PROJECT: 'hang_timeout = "off"\nmax_restarts = 0\nuse_spares = false\nbusy_factor = 6'})
-        == []
-    )
+    assert codes(files={PROJECT: 'sync_checks = "off"\nmax_restarts = 0\nuse_spares = false'}) == []
     # What the command line overrides asks for nothing; the flag itself is judged with the command line.
     assert codes(files={PROJECT: "max_restarts = 2"}, flags={"max_restarts": 0}) == []
     assert codes(flags={"max_restarts": 2}) == []

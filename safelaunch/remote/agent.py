@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from safelaunch.remote import agent_evidence as evidence
     from safelaunch.remote import agent_files as files
     from safelaunch.remote import agent_guard as guarding
     from safelaunch.remote import agent_processes as procs
+    from safelaunch.remote import agent_progress as progress
     from safelaunch.remote import agent_ranks as ranks
     from safelaunch.remote import agent_relay as relaying
     from safelaunch.remote import agent_start as starting
@@ -38,7 +40,18 @@ if TYPE_CHECKING:
     from safelaunch.remote import agent_talk as talk
 else:
     # `parts` are the sources of our parts, put here by transport/program.py in the order of their names.
-    _names = ["files", "guarding", "procs", "ranks", "relaying", "starting", "sweeping", "talk"]
+    _names = [
+        "evidence",
+        "files",
+        "guarding",
+        "procs",
+        "progress",
+        "ranks",
+        "relaying",
+        "starting",
+        "sweeping",
+        "talk",
+    ]
     _modules = {name: types.ModuleType(name) for name in _names}
     for _name, _source in zip(_names, globals()["parts"]):
         _modules[_name].__dict__.update(_modules)
@@ -82,6 +95,8 @@ class Agent:
         self.launcher: procs.Process | None = None
         self.launcher_end: dict[str, Any] | None = None
         self.memory_kills = ranks.MemoryKills()
+        self.watch = progress.Watch(config["hook"], directory)
+        self.gatherings: list[evidence.Gathering] = []
         self.rank_failed = False
         self.failed_at: float | None = None
         self.ending: procs.Ending | None = None
@@ -94,7 +109,7 @@ class Agent:
         """Start the node launcher, and serve until the run is over here."""
         procs.become_subreaper()
         self._wait_for(self.listener, self._accept)
-        self._catch_signals()
+        self._wait_for(*starting.catch_signals(self._on_term))
         self.outbox.add("agent_started", pid=os.getpid(), directory=self.directory)
         try:
             self._prepare()
@@ -118,22 +133,8 @@ class Agent:
     def _wait_for(self, source: Any, callback: Callable[[], object], order: int = 1) -> None:
         self.selector.register(source, selectors.EVENT_READ, (order, callback))
 
-    def _catch_signals(self) -> None:
-        """Wake up for the end of children and for SIGTERM, which is an order to stop."""
-        waking, woken = socket.socketpair()
-        for end in (waking, woken):
-            end.setblocking(False)
-        self.wakers = waking, woken
-        signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-        self._wait_for(woken, lambda: woken.recv(4096))
-
-        def stop(*_: object) -> None:
-            self.told_to_stop = True
-
-        signal.signal(signal.SIGTERM, stop)
-        # Handlers that do nothing, not SIG_IGN: the ranks would inherit that.
-        for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(signum, lambda *_: None)
+    def _on_term(self, *_: object) -> None:
+        self.told_to_stop = True
 
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
@@ -143,10 +144,12 @@ class Agent:
         self.lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self.lock, fcntl.LOCK_SH)
         files.write_json(
-            self._path("launch.json"), {**self.config["program"], "python": self.config["python"]}
+            self._path("launch.json"),
+            {**self.config["program"], "python": self.config["python"], "hook": self.config["rank_hook"]},
         )
-        with open(self._path("rank_shim.py"), "w", encoding="utf-8") as stream:
-            stream.write(self.config["shim"])
+        for name, source in (("rank_shim.py", "shim"), ("sitecustomize.py", "hook")):
+            with open(self._path(name), "w", encoding="utf-8") as stream:
+                stream.write(self.config[source])
         self.launcher_log = files.Tail(self._path("launcher.log"), None, "err")
         self.tails.append(self.launcher_log)
         directory, began = self.config.get("rank_log_dir"), time.time()
@@ -209,6 +212,7 @@ class Agent:
         if do == "attach":
             self._drop_client(talk.FAREWELL)
             self.outbox.rewind(command["after"])
+            self.watch.forget()
             self.client, self.heard = connection, time.monotonic()
         elif do == "status":
             self._answer(connection, connected=self._connected())
@@ -219,6 +223,12 @@ class Agent:
                 self._answer(connection, event="pong", id=command["id"], time=time.time())
             elif do == "signal":
                 self._signal_ranks(command["signal"])
+            elif do == "evidence":
+                self.gatherings += [
+                    evidence.Gathering(command["id"], rank, self.watch.reader(number))
+                    for number, rank in self.ranks.items()
+                    if not rank.over and number in command["ranks"]
+                ]
             elif do == "stop":
                 self._stop(command["grace"], command["reason"])
             elif do == "bye":
@@ -313,8 +323,8 @@ class Agent:
     # --- watching
 
     def _pause(self) -> float:
-        if self.more_to_send:
-            return 0
+        if self.more_to_send or self.gatherings:
+            return 0 if self.more_to_send else REST_SHORT
         self.rest = REST_SHORT if self.waiting else min(self.rest * 1.5, REST_LONG)
         unpolled = all(rank.over or rank.pidfd is not None for rank in self.ranks.values())
         rest = self.rest if unpolled else REST_SHORT
@@ -337,9 +347,21 @@ class Agent:
                 self.outbox.add("log_failed", path=log.path, error=log.error)
                 log.error = None
         self._keep_guardian()
+        self._report(now)
         self._decide(now)
         self._go_on_ending(now)
         self._pump(now)
+
+    def _report(self, now: float) -> None:
+        """Tell what the ranks do, and the evidence that has come together."""
+        if self.client is not None:
+            rows = self.watch.news(self.ranks, now)
+            if rows:
+                self._answer(self.client, event="progress", time=time.time(), ranks=rows)
+        for gathering in list(self.gatherings):
+            if gathering.step(now):
+                self.gatherings.remove(gathering)
+                self.outbox.add("evidence", **gathering.event())
 
     def _reap(self) -> None:
         while True:
@@ -438,22 +460,10 @@ class Agent:
 
     def _keep_guardian(self) -> None:
         now = procs.read(self.guardian.pid)
-        if now is not None and now.alive and now.started == self.guardian.started:
-            return
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                signal.set_wakeup_fd(-1)
-                guarding.close_all_but(reading)
-                os.setsid()
-                guarding.watch_over(self.config, self.directory, reading)
-            finally:
-                os._exit(1)
-        os.close(reading)
-        os.close(self.guard_pipe)
-        self.guard_pipe = writing
-        self.guardian = procs.read(pid) or self.guardian
+        if now is None or not now.alive or now.started != self.guardian.started:
+            os.close(self.guard_pipe)
+            pid, self.guard_pipe = guarding.fork(self.config, self.directory)
+            self.guardian = procs.read(pid) or self.guardian
 
     # --- ending
 

@@ -26,6 +26,22 @@ def close_all_but(*kept: int) -> None:
                 pass
 
 
+def fork(config: dict[str, Any], directory: str) -> tuple[int, int]:
+    """Start another guardian, for an agent that lost its own; return its pid and the pipe to it."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            close_all_but(reading)
+            os.setsid()
+            watch_over(config, directory, reading)
+        finally:
+            os._exit(1)
+    os.close(reading)
+    return pid, writing
+
+
 def watch_over(config: dict[str, Any], directory: str, reading: int) -> None:
     """Wait for the agent's farewell; if it dies without one, end the run. Never returns."""
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

@@ -122,6 +122,16 @@ def members(
     return {pid: table[pid] for pid in found if pid not in above}
 
 
+def descendants(pid: int) -> list[Process]:
+    """Return the living processes below one, by parent."""
+    table, found = read_all(), {pid}
+    more = {0}
+    while more:
+        more = {row.pid for row in table.values() if row.parent in found} - found
+        found |= more
+    return [table[child] for child in found - {pid}]
+
+
 def _grow(found: set[int], table: dict[int, Process], above: Collection[int]) -> None:
     """Add the descendants of `found` and `above`."""
     more = {0}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from safelaunch.remote import agent_processes as procs
+    from safelaunch.remote import agent_ranks as ranks
 
 SAMPLE_SECONDS = 1.0
 """Seconds between two samples of all ranks."""
@@ -19,22 +20,29 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def load_hook(source: str) -> Any:
-    """Return the hook as a module, for the layout of its marks; it does nothing under this name."""
+    """Return the hook as a module, for the layout of its marks; under this name it does nothing."""
     module = types.ModuleType("rank_hook")
     exec(compile(source, "safelaunch-rank-hook", "exec"), module.__dict__)  # noqa: S102
     return module
 
 
 class MarkReader:
-    """Reads the mark of one rank; `path` is without suffix."""
+    """Reads the mark of one rank; `path` is without suffix.
+
+    Times become wall-clock seconds by an offset that is taken once, so that what
+    did not change reads the same.
+    """
 
     def __init__(self, hook: Any, path: str) -> None:
         self.hook = hook
         self.path = path
-        self._rows: list[dict[str, Any]] = []
+        self.members: dict[str, list[int]] = {}
+        self.base = path
+        self._names: list[str] = []
+        self._offset = time.time() - time.monotonic()
 
     def read(self) -> dict[str, Any] | None:
-        """Return what the mark says, with ages in seconds; None where the rank has no hook (yet)."""
+        """Return what the mark says; None where the rank has no hook (yet)."""
         hook = self.hook
         for base in (self.path + ".joined", self.path):
             try:
@@ -43,53 +51,95 @@ class MarkReader:
             except OSError:
                 continue
             if len(data) == hook.SIZE and data.startswith(hook.MAGIC):
-                return self._decode(base, data)
+                self.base = base
+                return self._decode(data)
         return None
 
-    def _decode(self, base: str, data: bytes) -> dict[str, Any]:
-        hook, now = self.hook, time.monotonic_ns()
+    def _time(self, nanoseconds: int) -> float:
+        return round(self._offset + nanoseconds / 1e9, 2)
+
+    def _decode(self, data: bytes) -> dict[str, Any]:
+        hook = self.hook
         _, pid, signum, _ = hook.HEADER.unpack_from(data, 0)
-        phase, phase_since = hook.PHASE.unpack_from(data, hook.PHASE_AT)
+        phase, since = hook.PHASE.unpack_from(data, hook.PHASE_AT)
         steps, step_time = hook.STEP.unpack_from(data, hook.STEP_AT)
         done, number = hook.DONE.unpack_from(data, hook.DONE_AT)
-        groups = [self._group(data, index, now) for index in range(number)]
-        begun = [
-            hook.GROUP[0].unpack_from(data, hook.GROUPS_AT + i * hook.GROUP_SIZE)[1] for i in range(number)
-        ]
+        self._learn_names(number)
+        groups, latest = {}, 0
+        for index, name in enumerate(self._names[:number]):
+            place = hook.GROUPS_AT + index * hook.GROUP_SIZE
+            count, begun, operation, kind, dimensions = hook.GROUP[0].unpack_from(data, place)
+            latest = max(latest, begun)
+            groups[name] = {
+                "count": count,
+                "operation": hook.OPERATIONS[operation],
+                "type": hook.TYPES[kind],
+                "shape": list(hook.GROUP[dimensions].unpack_from(data, place)[5:]),
+                "since": self._time(begun),
+            }
         return {
             "pid": pid,
             "signal": signum,
-            "stacks": base + ".stacks",
             "phase": hook.PHASES[phase],
-            "phase_age": (now - phase_since) / 1e9,
+            "phase_since": self._time(since),
             "steps": steps,
-            "step_age": (now - step_time) / 1e9 if steps else None,
+            "step_time": self._time(step_time) if steps else None,
             # The latest collective has begun, and nobody has waited for it to its end since.
-            "inside": max(begun, default=0) > done,
-            "groups": self._named(base, groups),
+            "inside": latest > done,
+            "groups": groups,
         }
 
-    def _group(self, data: bytes, index: int, now: int) -> dict[str, Any]:
-        hook = self.hook
-        place = hook.GROUPS_AT + index * hook.GROUP_SIZE
-        count, begun, operation, kind, dimensions = hook.GROUP[0].unpack_from(data, place)
-        return {
-            "count": count,
-            "operation": hook.OPERATIONS[operation],
-            "type": hook.TYPES[kind],
-            "shape": list(hook.GROUP[dimensions].unpack_from(data, place)[5:]),
-            "age": (now - begun) / 1e9,
-        }
+    def _learn_names(self, number: int) -> None:
+        if len(self._names) >= number:
+            return
+        try:
+            with open(self.base + ".groups", encoding="utf-8") as stream:
+                rows = [json.loads(line) for line in stream if line.endswith("\n")]
+        except (OSError, ValueError):
+            return
+        self._names = [row["name"] for row in rows]
+        self.members = {row["name"]: row["ranks"] for row in rows}
 
-    def _named(self, base: str, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if len(self._rows) < len(groups):
-            try:
-                with open(base + ".groups", encoding="utf-8") as stream:
-                    self._rows = [json.loads(line) for line in stream if line.endswith("\n")]
-            except (OSError, ValueError):
-                pass
-        names = [{"name": row["name"], "ranks": row["ranks"]} for row in self._rows]
-        return [{**group, **name} for group, name in zip(groups, names)]
+
+class Watch:
+    """Samples the ranks of a node, and tells what has changed."""
+
+    def __init__(self, source: str, directory: str) -> None:
+        """Take the source of the hook, and where its marks are."""
+        self._hook = load_hook(source)
+        self._directory = directory
+        self._next = 0.0
+        self.readers: dict[int, MarkReader] = {}
+        self._told: dict[int, dict[str, Any]] = {}
+
+    def forget(self) -> None:
+        """Tell everything again next time, as to a new connection."""
+        self._told = {}
+
+    def reader(self, rank: int) -> MarkReader:
+        if rank not in self.readers:
+            self.readers[rank] = MarkReader(self._hook, os.path.join(self._directory, "rank-%d" % rank))
+        return self.readers[rank]
+
+    def news(self, all_ranks: dict[int, ranks.Rank], now: float) -> dict[int, dict[str, Any]]:
+        """Return {rank: what it does} of those with something new; nothing before it is time to look."""
+        if now < self._next:
+            return {}
+        self._next = now + SAMPLE_SECONDS
+        found = {}
+        for number, rank in all_ranks.items():
+            row = self._row(number, rank)
+            if row is not None and row != self._told.get(number):
+                found[number] = self._told[number] = row
+        return found
+
+    def _row(self, number: int, rank: ranks.Rank) -> dict[str, Any] | None:
+        process = None if rank.over else rank.process()
+        if process is None or not process.alive:
+            return None
+        reader = self.reader(number)
+        mark = reader.read()
+        return {**usage(process), "mark": mark, "members": reader.members}
 
 
 def usage(process: procs.Process) -> dict[str, Any]:

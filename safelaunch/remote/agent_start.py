@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from safelaunch.remote import agent_processes as procs
+
+
+def catch_signals(stop: Callable[..., None]) -> tuple[socket.socket, Callable[[], bytes]]:
+    """Wake the agent up for the end of children and for SIGTERM, which is an order to stop.
+
+    Returns what to wait for, and what to call then.
+    """
+    waking, woken = socket.socketpair()
+    for end in (waking, woken):
+        end.setblocking(False)
+    signal.set_wakeup_fd(waking.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, stop)
+    # Handlers that do nothing, not SIG_IGN: the ranks would inherit that.
+    for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda *_: None)
+    return woken, lambda: woken.recv(4096)
 
 
 def environment(config: dict[str, Any]) -> dict[str, str]:

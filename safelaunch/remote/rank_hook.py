@@ -17,6 +17,7 @@ import itertools
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 import threading
@@ -97,19 +98,8 @@ class Mark:
         self.phase_number = 0
         self.steps = 0
         self.by_engine = False
-        HEADER.pack_into(self.map, 0, MAGIC, os.getpid(), self._register_stacks(), GROUP_SIZE)
+        HEADER.pack_into(self.map, 0, MAGIC, os.getpid(), register_stacks(path + ".stacks"), GROUP_SIZE)
         self.phase("start")
-
-    def _register_stacks(self) -> int:
-        import signal  # noqa: PLC0415 - only where it is used once
-
-        number = int(signal.SIGRTMAX) - STACK_SIGNAL_FROM_TOP
-        try:
-            self.stacks = open(self.path + ".stacks", "ab", buffering=0)  # noqa: SIM115 - for the signal handler
-            faulthandler.register(number, file=self.stacks, all_threads=True, chain=False)
-        except (OSError, ValueError, RuntimeError):
-            return 0
-        return number
 
     def off(self) -> None:
         """Stop writing; the wrappers pass calls on. A forked child does it: the mark is its parent's."""
@@ -270,6 +260,17 @@ class Mark:
         owner.forward = forward
 
 
+def register_stacks(path: str) -> int:
+    """Have a signal write the stacks of all threads to a file; return its number, or 0 if that can't be."""
+    number = int(signal.SIGRTMAX) - STACK_SIGNAL_FROM_TOP
+    try:
+        stream = open(path, "ab", buffering=0)  # noqa: SIM115 - faulthandler keeps it
+        faulthandler.register(number, file=stream, all_threads=True, chain=False)
+    except (OSError, ValueError, RuntimeError):
+        return 0
+    return number
+
+
 STEADY, EVALUATE = PHASES.index("steady"), PHASES.index("evaluate")
 
 
@@ -410,6 +411,11 @@ def keep_exception(mark: Mark) -> None:
     sys.excepthook = hook
 
 
+def _forget(path: str) -> None:
+    if os.path.exists(path):
+        os.unlink(path)
+
+
 def activate() -> None:
     """Set up the hook in the first Python of a rank, or in one below it that joins the job instead."""
     path = os.environ.get(MARK)
@@ -418,6 +424,11 @@ def activate() -> None:
     if os.environ.setdefault(OWNER, str(os.getpid())) == str(os.getpid()):
         hook_up(Mark(path))
         return
+
+    # A data loader's worker that was spawned, say: it has stacks of its own, as a forked one has.
+    own = "%s.%d.stacks" % (path, os.getpid())
+    if register_stacks(own):
+        atexit.register(_forget, own)
 
     def wrap(module: Any) -> None:
         original = module.init_process_group

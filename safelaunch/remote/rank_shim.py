@@ -28,6 +28,10 @@ def main() -> None:
     record(directory, rank, local_rank)
 
     words = list(program["argv"])
+    if program["hook"]:
+        os.environ["SAFELAUNCH_MARK"] = os.path.join(directory, "rank-%d" % rank)
+        rest = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = directory if not rest else directory + os.pathsep + rest
     python = os.environ.pop("SAFELAUNCH_PYTHON", None)
     if python and words[0] == program["python"]:
         words[0] = python

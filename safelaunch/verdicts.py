@@ -1,0 +1,229 @@
+"""Who holds a job up, and why: the ranks compared with each other. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safelaunch import stacks
+from safelaunch.hostnames import fold_numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from safelaunch.hang import RankView
+
+STOPPED, UNINTERRUPTIBLE = ("T", "t"), ("D",)
+"""States of proc(5)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Why a job stands still. `ranks` are at fault, `location` is where the first of them stands.
+
+    `votes` are the pieces of evidence that say so; `others` tells in groups what the innocent ranks do.
+    """
+
+    reason: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    location: str | None
+    text: str
+    votes: tuple[str, ...]
+    others: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def judge(views: Mapping[int, RankView], members: Mapping[str, Sequence[int]], silence: float) -> Verdict:
+    """Compare the ranks of a job in which nothing has moved for `silence` seconds."""
+    active = [view for view in views.values() if not view.over]
+    waiting = [view for view in active if view.waits]
+    reason, culprits, votes = _find(views, members, active, waiting)
+    place = location(culprits[0]) if culprits and not culprits[0].over else None
+    ranks = tuple(view.rank for view in culprits)
+    others = _others([view for view in active if view.rank not in ranks])
+    hosts = tuple(dict.fromkeys(view.host for view in culprits))
+    return Verdict(
+        reason=reason,
+        ranks=ranks,
+        hosts=hosts,
+        location=place,
+        text=_sentence(reason, culprits, place, votes, others, silence),
+        votes=tuple(votes),
+        others=others,
+    )
+
+
+def _find(
+    views: Mapping[int, RankView],
+    members: Mapping[str, Sequence[int]],
+    active: list[RankView],
+    waiting: list[RankView],
+) -> tuple[str, list[RankView], list[str]]:
+    """Return the reason, who is at fault, and what says so: the surest signs first."""
+    by_state = {
+        reason: [view for view in active if view.row.get("state") in states]
+        for reason, states in (("stopped", STOPPED), ("uninterruptible_io", UNINTERRUPTIBLE))
+    }
+    for reason, found in by_state.items():
+        if found:
+            wchan = found[0].row.get("wchan")
+            words = {"stopped": "stopped by a signal (state T)"}.get(
+                reason, f"in uninterruptible I/O ({wchan})"
+            )
+            return reason, found, [words]
+    outside = [view for view in active if not view.waits]
+    if outside and waiting:
+        return _outside(outside, waiting)
+    gone = _gone_early(views, members, waiting)
+    if gone:
+        return "missed_collective", gone, ["exited while the others still wait for it"]
+    if not waiting:
+        reason = "exit_hang" if all(view.phase == "finish" for view in outside) else _kind(outside[0])
+        return reason, outside, ["no rank waits in a collective"]
+    return _compare(waiting, members)
+
+
+def _gone_early(
+    views: Mapping[int, RankView], members: Mapping[str, Sequence[int]], waiting: list[RankView]
+) -> list[RankView]:
+    wanted = {rank for view in waiting for rank in members.get(_group(view), views)}
+    return [view for view in views.values() if view.over and view.rank in wanted]
+
+
+def _outside(outside: list[RankView], waiting: list[RankView]) -> tuple[str, list[RankView], list[str]]:
+    """Judge ranks that are somewhere else while others wait inside a collective."""
+    group = _group(waiting[0])
+    most = max(_count(view, group) for view in waiting)
+    late = [view for view in outside if _count(view, group) < most] or outside
+    votes = ["not inside a collective"]
+    if group and any(_count(view, group) < most for view in late):
+        votes.append(f"has begun {_count(late[0], group)} collectives of group {group}, the others {most}")
+    if all(view.phase == "finish" for view in late):
+        return "missed_collective", late, [*votes, "its main thread has ended"]
+    return _kind(late[0]), late, votes
+
+
+def _kind(view: RankView) -> str:
+    if any(stacks.waits_for_lock(stacks.main_thread(text)) for text in view.stack_texts):
+        return "jit_lock"
+    if view.phase in ("start", "import", "init"):
+        return "startup_stall"
+    return "exit_hang" if view.phase == "finish" else "stuck_outside_collective"
+
+
+def _compare(
+    waiting: list[RankView], members: Mapping[str, Sequence[int]]
+) -> tuple[str, list[RankView], list[str]]:
+    """Judge ranks that all wait inside a collective: in different ones, or in the same."""
+    joining = [view for view in waiting if view.phase == "init"]
+    if joining:
+        return "startup_stall", joining, ["all wait for each other to join the job"]
+    calls = {view.rank: _call(view) for view in waiting}
+    kinds = Counter(calls.values())
+    if len(kinds) > 1:
+        usual, number = kinds.most_common(1)[0]
+        odd = [view for view in waiting if calls[view.rank] != usual]
+        if number * 2 <= len(waiting):  # no majority: everybody is named
+            odd = waiting
+        behind = [view for view in odd if _call(view)[0] == usual[0] and _call(view)[1] != usual[1]]
+        reason = "missed_collective" if behind else "collective_mismatch"
+        votes = [f"{_describe(call)}: ranks {fold_numbers(_of(calls, call))}" for call in kinds]
+        return reason, odd, votes
+    group = _group(waiting[0])
+    inside = {view.rank for view in waiting}
+    absent = [rank for rank in members.get(group, ()) if rank not in inside]
+    votes = [f"all its ranks are inside the same {_describe(_call(waiting[0]))}"]
+    return "network_stall", [], votes if not absent else [*votes, f"but {fold_numbers(absent)}"]
+
+
+Call = tuple[str, int, str, tuple[int, ...], str]
+"""Group, how many were begun there, operation, shape, data type."""
+
+
+def _call(view: RankView) -> Call:
+    name = _group(view)
+    group = (view.mark or {"groups": {}})["groups"].get(name)
+    if group is None:
+        return "", 0, "", (), ""
+    return name, group["count"], group["operation"], tuple(group["shape"]), group["type"]
+
+
+def _describe(call: Call) -> str:
+    name, count, operation, shape, kind = call
+    sizes = "x".join(map(str, shape))
+    tensor = f" of {sizes} {kind}" if sizes else ""
+    return f"{operation}{tensor} (number {count} of group {name})" if operation else "no collective"
+
+
+def _of(calls: Mapping[int, Call], call: Call) -> list[int]:
+    return [rank for rank, other in calls.items() if other == call]
+
+
+def _group(view: RankView) -> str:
+    """Return the group in which a rank began its latest collective."""
+    groups: Mapping[str, Any] = (view.mark or {"groups": {}})["groups"]
+    return max(groups, key=lambda name: groups[name]["since"], default="")
+
+
+def _count(view: RankView, group: str) -> int:
+    return int((view.mark or {"groups": {}})["groups"].get(group, {"count": 0})["count"])
+
+
+def location(view: RankView) -> str | None:
+    """Return file:line where a rank stands: in a data loader's worker, if it waits for that."""
+    if stacks.waits_for_loader(view.main_stack):
+        for text in view.stack_texts[1:]:
+            frame = stacks.users_frame(stacks.main_thread(text))
+            if frame is not None and frame.is_users:
+                return frame.place
+    frame = stacks.users_frame(view.main_stack)
+    return frame.place if frame is not None else None
+
+
+def _others(innocent: list[RankView]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    groups: dict[str, list[int]] = {}
+    for view in innocent:
+        what = "wait to join the job" if view.phase == "init" else f"wait in {_call(view)[2]}"
+        groups.setdefault(what if view.waits else f"stand in phase {view.phase or 'unknown'}", []).append(
+            view.rank
+        )
+    return tuple((what, tuple(ranks)) for what, ranks in groups.items())
+
+
+_WORDS = {
+    "stopped": "is stopped",
+    "uninterruptible_io": "waits for a disk or network file system that does not answer",
+    "missed_collective": "did not come to a collective that the others wait in",
+    "collective_mismatch": "is in another collective than the others",
+    "stuck_outside_collective": "stands still",
+    "jit_lock": "waits for a lock file that another process has left",
+    "startup_stall": "does not get through its start",
+    "exit_hang": "has done its work and does not end",
+    "network_stall": "all ranks wait in the same collective, and it does not end: the network or a device",
+}
+
+
+def _sentence(
+    reason: str,
+    culprits: list[RankView],
+    place: str | None,
+    votes: Sequence[str],
+    others: Sequence[tuple[str, tuple[int, ...]]],
+    silence: float,
+) -> str:
+    words = _WORDS[reason]
+    if culprits:
+        ranks = fold_numbers([view.rank for view in culprits])
+        hosts = ", ".join(dict.fromkeys(view.host for view in culprits))
+        words = f"rank{'s' * (len(culprits) > 1)} {ranks} on {hosts} {words}"
+    if reason == "collective_mismatch":
+        words += f" ({'; '.join(votes)})"
+    if place:
+        words += f" at {place}"
+    if others and culprits:
+        doing = "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {fold_numbers(ranks)} {what}" for what, ranks in others
+        )
+        words += f" while {doing}"
+    return f"{words}; nothing has moved for {silence:.0f} s"
