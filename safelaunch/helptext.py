@@ -28,6 +28,8 @@ EXIT_STATUSES = (
     ("69", "the preflight refused: a node did not answer or is not fit, or nodes disagree"),
     ("70", "internal error of safelaunch (traceback in the run directory)"),
     ("74", "contact to a node was lost for good"),
+    ("75", "a hang was found and the job stopped; a retry may work"),
+    ("76", "the ranks are out of step: in different collectives"),
     ("78", "hostfile, environment file, DeepSpeed config or settings are wrong or disagree"),
     ("130, 143", "stopped by Ctrl-C or SIGTERM, everything cleaned up"),
 )

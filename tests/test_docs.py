@@ -173,6 +173,7 @@ def test_exit_statuses_are_those_of_the_code():
     text = (ROOT / "docs/reference/exit-status.md").read_text(encoding="utf-8")
     statuses = {int(n) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for n in row.split(",")}
     ours = {catalogue.USAGE, catalogue.CONFIGURATION, catalogue.PREFLIGHT, diagnose.LOST, diagnose.INTERNAL}
+    ours |= {diagnose.HANG, diagnose.DESYNC}
     assert statuses == {0, 129, 130, 143} | ours
 
 
