@@ -70,16 +70,19 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def outcome(job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str]) -> dict[str, Any]:
+def outcome(
+    job: Job, logs: Mapping[int, str], node_logs: Mapping[str, str], verdict: Verdict | None = None
+) -> dict[str, Any]:
     """Return status, exit status, summary, culprit and what goes with them, as outcome.json has them.
 
     `logs` holds the tail of the stderr of ranks that failed, `node_logs` the tail of node launchers' logs.
+    `verdict` is what lies behind the first failure, where the ranks' marks tell.
     """
     cause = job.root_cause()
-    if cause is not None and cause.verdict is not None:
-        return _hung(cause, cause.verdict)
+    verdict = verdict or (cause.verdict if cause is not None else None)
     if cause is not None:
-        return {**_failed(job, cause, logs, node_logs), "others": _others(job, cause)}
+        failed = {**_failed(job, cause, logs, node_logs), "others": _others(job, cause)}
+        return failed if verdict is None else {**failed, **_judged(cause, verdict)}
     if job.interrupted is not None:
         name = signal_name(job.interrupted)
         summary = f"stopped by {name}; {_what_is_left(job)}"
@@ -124,10 +127,14 @@ _EMPTY_CULPRIT: dict[str, Any] = {
 _NO_CULPRIT: dict[str, Any] = {"culprit": None, "first_failure": None, "others": []}
 
 
-def _hung(cause: Failure, verdict: Verdict) -> dict[str, Any]:
-    desync = verdict.reason == "collective_mismatch"
+_OUT_OF_STEP = ("collective_mismatch", "missed_collective")
+
+
+def _judged(cause: Failure, verdict: Verdict) -> dict[str, Any]:
+    desync = verdict.reason in _OUT_OF_STEP
+    failed = {} if cause.exit is not None else {"first_failure": None}
     return {
-        **_NO_CULPRIT,
+        **failed,
         "status": "desync" if desync else "hang",
         "exit_status": DESYNC if desync else HANG,
         "summary": verdict.text,

@@ -139,10 +139,11 @@ class Hangs:
         if view.phase == "steady":
             self._slowest_gap = max(self._slowest_gap, gap)
 
-    def exited(self, rank: int, status: int | None, now: float) -> None:
-        """Take the end of a rank."""
+    def exited(self, rank: int, status: int | None, mark: Mapping[str, Any] | None, now: float) -> None:
+        """Take the end of a rank, and what its mark said then."""
         view = self.views[rank]
         view.over, view.status, view.moved = True, status, now
+        view.row = {**view.row, "mark": mark or view.mark}
 
     def evidence(self, message: Mapping[str, Any]) -> None:
         """Take the evidence of one rank."""

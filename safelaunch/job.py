@@ -200,6 +200,10 @@ class Job:
         if rank.exit.code in (0, None):
             return [note]
         reason = "oom_killed" if rank.exit.oom else "rank_signalled" if rank.exit.signal else "rank_exited"
+        # It failed when it raised; how long it took to end after that says nothing.
+        raised = (message.get("error") or {}).get("time")
+        if raised is not None and not rank.exit.signal:
+            time = min(time, float(raised) - self.clock_offsets.get(node.host, 0.0))
         failure = Failure(reason=reason, host=node.host, time=time, rank=rank.rank, exit=rank.exit)
         return [note, *self._fail(failure, now)]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TextIO
 
-from safelaunch import catalogue, diagnose, documents, runs, static, timeouts
+from safelaunch import catalogue, diagnose, documents, runs, static, timeouts, verdicts
 from safelaunch import preflight as preflights
 from safelaunch.console import Console
 from safelaunch.hang import Hangs
@@ -231,6 +231,7 @@ class _Running:
             events.put((kind, host, value))
 
         links = Links(preflight.sessions, transport, plan, self.run.run_id, emit)
+        watch = self._watch()
         self.console.say(_start_line(plan, meet))
         try:
             with signals_as_events(events):
@@ -240,7 +241,7 @@ class _Running:
                         for node in plan.local_nodes
                     }
                 )
-                supervise(job, links, events, output, self.recorder.note, self._watch())
+                supervise(job, links, events, output, self.recorder.note, watch)
         finally:
             if not job.over:  # only an internal error gets here; nothing may stay behind for it
                 for node in plan.local_nodes:
@@ -249,7 +250,7 @@ class _Running:
                     )
             links.close()
             output.close()
-        return self._verdict(job)
+        return self._verdict(job, watch)
 
     def _watch(self) -> Watch | None:
         chosen, plan = self.checked.settings, self.plan
@@ -282,11 +283,14 @@ class _Running:
         )
         self.run.write("plan", document)
 
-    def _verdict(self, job: Job) -> dict[str, Any]:
+    def _verdict(self, job: Job, watch: Watch | None) -> dict[str, Any]:
         failed = [failure.rank for failure in job.failures if failure.rank is not None]
         logs = {rank: _tail(self.run.file("logs", f"rank-{rank}.err")) for rank in failed}
         node_logs = {host: _tail(self.run.file("logs", f"node-{host}.log")) for host in job.nodes}
-        return diagnose.outcome(job, logs, node_logs)
+        cause, behind = job.root_cause(), None
+        if watch is not None and cause is not None and cause.rank is not None and cause.exit is not None:
+            behind = verdicts.at_failure(cause.rank, watch.hangs.views, watch.hangs.members)
+        return diagnose.outcome(job, logs, node_logs, behind)
 
     def _conclude(self, verdict: dict[str, Any], job: Job | None, started: float) -> dict[str, Any]:
         outcome = documents.outcome_document(

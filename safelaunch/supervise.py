@@ -61,7 +61,7 @@ class Watch:
             self.hangs.evidence(message)
             self.keep(message)
         elif message["event"] == "rank_exited":
-            self.hangs.exited(message["rank"], message["status"], now)
+            self.hangs.exited(message["rank"], message["status"], message.get("mark"), now)
 
     def look(self, job: jobs.Job, now: float) -> list[jobs.Action]:
         """Look at the clock; while a node is out of contact nothing can be said about its ranks."""

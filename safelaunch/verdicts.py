@@ -54,6 +54,44 @@ def judge(views: Mapping[int, RankView], members: Mapping[str, Sequence[int]], s
     )
 
 
+def at_failure(
+    rank: int, views: Mapping[int, RankView], members: Mapping[str, Sequence[int]]
+) -> Verdict | None:
+    """Tell whether a rank failed only because it and others were in different collectives, or one had gone.
+
+    For ranks that have all ended: gloo, unlike NCCL, lets such ranks fail at once where it notices.
+    """
+    failed = views[rank]
+    if failed.mark is None or not failed.mark["inside"]:
+        return None
+    wanted = members.get(_group(failed), ())
+    gone = [view for view in views.values() if view.rank in wanted and view.status == 0]
+    if gone:
+        return _of_failure(
+            "missed_collective", gone, ["exited 0 while the others still waited for it"], views
+        )
+    group, count = _call(failed)[:2]
+    peers = [view for view in views.values() if view.waits and _call(view)[:2] == (group, count)]
+    reason, odd, votes = _compare(peers, members)
+    return None if reason != "collective_mismatch" else _of_failure(reason, odd, votes, views)
+
+
+def _of_failure(
+    reason: str, culprits: list[RankView], votes: list[str], views: Mapping[int, RankView]
+) -> Verdict:
+    ranks = tuple(view.rank for view in culprits)
+    others = _others([view for view in views.values() if view.waits and view.rank not in ranks])
+    return Verdict(
+        reason=reason,
+        ranks=ranks,
+        hosts=tuple(dict.fromkeys(view.host for view in culprits)),
+        location=None,
+        text=_sentence(reason, culprits, None, votes, others, None),
+        votes=tuple(votes),
+        others=others,
+    )
+
+
 def _find(
     views: Mapping[int, RankView],
     members: Mapping[str, Sequence[int]],
@@ -210,7 +248,7 @@ def _sentence(
     place: str | None,
     votes: Sequence[str],
     others: Sequence[tuple[str, tuple[int, ...]]],
-    silence: float,
+    silence: float | None,
 ) -> str:
     words = _WORDS[reason]
     if culprits:
@@ -226,4 +264,4 @@ def _sentence(
             f"rank{'s' * (len(ranks) > 1)} {fold_numbers(ranks)} {what}" for what, ranks in others
         )
         words += f" while {doing}"
-    return f"{words}; nothing has moved for {silence:.0f} s"
+    return words if silence is None else f"{words}; nothing has moved for {silence:.0f} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from safelaunch import verdicts
 from safelaunch.hang import EVIDENCE_SECONDS, STEADY_LEAST, Hangs
 from safelaunch.job import Note, Tell
 
@@ -147,7 +148,7 @@ def test_a_stopped_rank_and_one_in_io():
 
 def test_a_rank_that_ended_early():
     story = Story(all_waiting())
-    story.hangs.exited(3, 0, story.now)
+    story.hangs.exited(3, 0, None, story.now)
     verdict = story.run(20)
 
     assert (verdict.reason, verdict.ranks, verdict.location) == ("missed_collective", (3,), None)
@@ -235,6 +236,36 @@ def test_ranks_without_a_hook_are_judged_by_what_they_use():
         assert busy.run(1) is None
         busy.change(r0=row(mark=False, cpu=1.0 + second))
     assert Story(rows).run(20) is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "culprits", "reason"),
+    [
+        ({2: row(groups={"0": group(shape=(8,))})}, (2,), "collective_mismatch"),
+        ({2: row(groups={"0": group(operation="broadcast")})}, (2,), "collective_mismatch"),
+        ({2: row(groups={"0": group(count=6)})}, None, None),  # others may be behind a broadcast's root
+        ({}, None, None),
+        ({2: outside()}, None, None),
+    ],
+)
+def test_what_lies_behind_a_rank_that_failed_in_a_collective(rows, culprits, reason):
+    story = Story({**all_waiting(), **rows})
+    story.hangs.exited(0, None, row()["mark"], story.now)
+    verdict = verdicts.at_failure(0, story.hangs.views, story.hangs.members)
+
+    assert (verdict.ranks, verdict.reason) == (culprits, reason) if culprits else verdict is None
+
+
+def test_a_rank_that_left_lies_behind_the_failure_of_those_who_waited():
+    story = Story(all_waiting())
+    story.hangs.exited(2, 0, None, story.now)
+    story.hangs.exited(0, 1, row()["mark"], story.now)
+    verdict = verdicts.at_failure(0, story.hangs.views, story.hangs.members)
+
+    assert (verdict.reason, verdict.ranks) == ("missed_collective", (2,))
+    assert "rank 2 on b did not come to a collective" in verdict.text
+    story.hangs.exited(1, 1, {**row()["mark"], "inside": False}, story.now)
+    assert verdicts.at_failure(1, story.hangs.views, story.hangs.members) is None
 
 
 def test_a_verdict_comes_without_evidence_too():

@@ -114,6 +114,16 @@ def test_first_by_corrected_time_is_the_root_cause():
     assert verdict(job)["exit_status"] == 7
 
 
+def test_who_raised_first_is_the_root_cause_though_it_ended_later():
+    job = make_job()
+    raised = {"error": {"time": 2.2, "error": "", "traceback": ""}}
+    job.agent("a", exited(0, 1, time=2.5), 2.6)
+    job.agent("b", exited(2, 7, time=2.8, **raised), 2.9)
+    finish(job)
+
+    assert verdict(job)["culprit"]["ranks"] == [2]
+
+
 def test_what_dies_of_our_stop_is_no_failure():
     job = make_job()
     job.agent("a", exited(0, 1, time=2.0), 2.1)

@@ -446,7 +446,8 @@ class Agent:
             if tail.rank == rank.rank and self.client is not None and self.outbox.takes_output:
                 self._take_from(tail, time.monotonic())
         oom = self.memory_kills.explain(end)
-        self.outbox.add("rank_exited", rank=rank.rank, pid=rank.pid, oom=oom, **end)
+        last = self.watch.last_words(rank.rank)
+        self.outbox.add("rank_exited", rank=rank.rank, pid=rank.pid, oom=oom, **end, **last)
         if end != ranks.SUCCESS:
             self.rank_failed = True
             self.failed_at = self.failed_at or time.monotonic()

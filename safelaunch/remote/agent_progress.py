@@ -121,6 +121,12 @@ class Watch:
             self.readers[rank] = MarkReader(self._hook, os.path.join(self._directory, "rank-%d" % rank))
         return self.readers[rank]
 
+    def last_words(self, rank: int) -> dict[str, Any]:
+        """Return what a rank left behind: its mark, and the exception that ended it, if one did."""
+        reader = self.reader(rank)
+        mark = reader.read()
+        return {"mark": mark, "error": read_json(reader.base + ".error")}
+
     def news(self, all_ranks: dict[int, ranks.Rank], now: float) -> dict[int, dict[str, Any]]:
         """Return {rank: what it does} of those with something new; nothing before it is time to look."""
         if now < self._next:
@@ -140,6 +146,14 @@ class Watch:
         reader = self.reader(number)
         mark = reader.read()
         return {**usage(process), "mark": mark, "members": reader.members}
+
+
+def read_json(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return json.load(stream)
+    except (OSError, ValueError):
+        return None
 
 
 def usage(process: procs.Process) -> dict[str, Any]:

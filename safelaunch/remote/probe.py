@@ -311,7 +311,11 @@ class Probe:
 
     def work(self) -> None:
         """Collect, then wait; end when nobody has spoken to us for long, as when a link is cut."""
-        self.collect()
+        try:
+            self.collect()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            self.leave(1)  # a probe that says nothing would be waited for
         while True:
             left = self._heard + self._node.config["linger"] - time.monotonic()
             if left <= 0:
@@ -394,10 +398,10 @@ class Probe:
         found, late = self._node.resolve(command["names"])
         return {"results": found, "late": late}
 
-    def leave(self) -> None:
+    def leave(self, status: int = 0) -> None:
         """End at once, whatever threads are stuck, and take started programs along."""
         self._node.kill_all()
-        os._exit(0)
+        os._exit(status)
 
 
 def load(sources: Iterable[bytes], want: Iterable[str] | None) -> dict[str, Callable[[Node], Any]]:

@@ -44,7 +44,7 @@ class ShownKey:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """How far one `ssh` came. `words` is what it said beside its debug lines."""
+    """How far one `ssh` came. `words` is what it said beside its debug lines and version."""
 
     text: str
     address: str
@@ -59,8 +59,10 @@ class Story:
 
     @property
     def dropped(self) -> bool:
-        """Whether the server hung up before it said what it is."""
-        return not self.banner and bool(_DROPPED.search(self.text) or _TURNED_AWAY.search(self.text))
+        """Whether the server hung up before it said what it is; one that said something else is none."""
+        if self.banner or _TURNED_AWAY.search(self.text):
+            return not self.banner
+        return bool(_DROPPED.search(self.text)) and not _OTHER_WORDS.search(self.text)
 
 
 def read(stderr: bytes) -> Story:
@@ -81,7 +83,9 @@ def read(stderr: bytes) -> Story:
         allowed=tuple((denied[1] if denied else allowed[-1] if allowed else "").split(",")),
         partial="with partial success" in text,
         logged_in=bool(re.search(r"(?m)^(debug1: )?(Authenticated to|Authentication succeeded)", text)),
-        words=tuple(line for line in text.split("\n") if line and not re.match(r"debug\d: ", line)),
+        words=tuple(
+            line for line in text.split("\n") if line and not re.match(r"debug\d: |OpenSSH_\d", line)
+        ),
     )
 
 
@@ -134,8 +138,8 @@ def judge(
             return failures.password_only(target, story.allowed, story.partial, seconds)
         return failures.key_refused(target, story.offered, locked, "", seconds)
     if story.offered:
-        tried = ", ".join(story.offered)
-        seen = f"the node closed the connection during the login as {target.user}, offered {tried}: {last}"
+        tried, said = ", ".join(story.offered), "; ".join(story.words[-2:]) or last
+        seen = f"the node closed the connection during the login as {target.user}, offered {tried}: {said}"
         return failures.account(target, seen, seconds)
     return failures.closed(target, last, seconds)
 
