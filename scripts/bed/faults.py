@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bed.node import HERE, PRIVATE_MOUNTS, faketime_library, system_directories
+from bed.node import HERE, PRIVATE_MOUNTS, fstab, system_directories
 from bed.system import BedError, run
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def _sshd_fault(name: str, text: str) -> tuple[Callable[..., None], Callable[...
 
 
 def _firewall(node: Node, name: str, rule: str) -> None:
-    chain = f"chain incoming {{\n type filter hook input priority 0;\n {rule}\n}}\n"
+    # As firewalls do, it lets a machine talk to itself.
+    chain = f'chain incoming {{\n type filter hook input priority 0;\n iifname "lo" accept\n {rule}\n}}\n'
     node.run("nft", "-f", "-", stdin=f"table inet fault_{name} {{\n{chain}}}\n")
 
 
@@ -130,16 +131,24 @@ def _undo_refuse_port(node: Node, port: str = "22") -> None:
     _no_firewall(node, f"refuse_{int(port)}")
 
 
+def _prohibit_port(node: Node, port: str = "22") -> None:
+    _firewall(node, f"prohibit_{int(port)}", f"tcp dport {int(port)} reject with icmp type host-prohibited")
+
+
+def _undo_prohibit_port(node: Node, port: str = "22") -> None:
+    _no_firewall(node, f"prohibit_{int(port)}")
+
+
 def _peer_address(node: Node, peer: str) -> str:
-    return f"{node.address.rpartition('.')[0]}.{10 + int(peer)}"
+    return f"{node.address.rpartition('.')[0]}.{1 if peer == 'head' else 10 + int(peer)}"
 
 
 def _pair_cut(node: Node, peer: str) -> None:
-    _firewall(node, f"cut_{int(peer)}", f"ip saddr {_peer_address(node, peer)} drop")
+    _firewall(node, f"cut_{peer}", f"ip saddr {_peer_address(node, peer)} drop")
 
 
 def _undo_pair_cut(node: Node, peer: str) -> None:
-    _no_firewall(node, f"cut_{int(peer)}")
+    _no_firewall(node, f"cut_{peer}")
 
 
 def _port_busy(node: Node, port: str) -> None:
@@ -155,7 +164,12 @@ def _loopback_hostname(node: Node) -> None:
     node.write("hosts", "\n".join([f"127.0.1.1 {node.name}", *kept]) + "\n")
 
 
-def _undo_loopback_hostname(node: Node) -> None:
+def _unknown_name(node: Node, peer: str) -> None:
+    kept = [line for line in node.read("hosts").splitlines() if not line.endswith(f" node{int(peer)}")]
+    node.write("hosts", "\n".join(kept) + "\n")
+
+
+def _right_names(node: Node, _peer: str = "") -> None:
     node.write("hosts", (node.bed / "hosts").read_text(encoding="ascii"))
 
 
@@ -181,6 +195,16 @@ def _impostor(mode: str) -> tuple[Callable[..., None], Callable[..., None]]:
         node.start_sshd()
 
     return apply, undo
+
+
+def _extra_port(node: Node, port: str) -> None:
+    _block(node, SSHD_CONFIG, f"extra-port-{int(port)}", f"Port {int(port)}")
+    node.restart_sshd()
+
+
+def _undo_extra_port(node: Node, port: str) -> None:
+    _unblock(node, SSHD_CONFIG, f"extra-port-{int(port)}")
+    node.restart_sshd()
 
 
 def _max_startups(node: Node, seconds: str = "0") -> None:
@@ -217,6 +241,39 @@ def _accept_key(node: Node) -> None:
 def _set_shell(node: Node, shell: str) -> None:
     first, rest = node.read("passwd").split("\n", 1)
     node.write("passwd", f"{first.rpartition(':')[0]}:{shell}\n{rest}")
+
+
+def _expire_account(node: Node, day: str) -> None:
+    """Set the day, counted from 1970, on which root's account ends; sshd leaves the judgement to PAM."""
+    first, rest = node.read("shadow").split("\n", 1)
+    fields = first.split(":")
+    node.write("shadow", f"{':'.join([*fields[:7], day, *fields[8:]])}\n{rest}")
+
+
+def _account_expired(node: Node) -> None:
+    _expire_account(node, "1")
+    _block(node, SSHD_CONFIG, "account-expired", "UsePAM yes")
+    node.restart_sshd()
+
+
+def _undo_account_expired(node: Node) -> None:
+    _expire_account(node, "")
+    _unblock(node, SSHD_CONFIG, "account-expired")
+    node.restart_sshd()
+
+
+def _clone(node: Node, peer: str, identity: str) -> None:
+    if identity not in ("machine-id", "boot-id"):
+        raise BedError(f"{identity!r} is neither machine-id nor boot-id")
+    (node.directory / f"own-{identity}").write_text(node.read(identity), encoding="ascii")
+    node.write(identity, (node.bed / f"node{int(peer)}" / identity).read_text(encoding="ascii"))
+
+
+def _undo_clone(node: Node, _peer: str, identity: str) -> None:
+    own = node.directory / f"own-{identity}"
+    if own.exists():
+        node.write(identity, own.read_text(encoding="ascii"))
+        own.unlink()
 
 
 # --- Software, files, clock -------------------------------
@@ -297,8 +354,10 @@ def _noisy_shell(node: Node, text: str = "Welcome to the cluster!") -> None:
 
 
 def _clock_skew(node: Node, seconds: str) -> None:
-    faketime = f"LD_PRELOAD={faketime_library()} FAKETIME={float(seconds):+g} DONT_FAKE_MONOTONIC=1"
-    _block(node, SSHD_CONFIG, "clock-skew", f"SetEnv {faketime}")
+    library = node.directory / "stage/clock.so"
+    run("gcc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "clock.c")
+    setting = f"LD_PRELOAD={library} TESTBED_CLOCK_AHEAD={float(seconds):g}"
+    _block(node, SSHD_CONFIG, "clock-skew", f"SetEnv {setting}")
     node.restart_sshd()
 
 
@@ -323,16 +382,16 @@ def _undo_full_tmp(node: Node) -> None:
 
 
 def _hidden_path(node: Node, path: str) -> None:
-    """Hide a directory under an empty one, and a file under a stand-in for its directory that lacks it."""
+    """Put a stand-in over the path's directory that has all its entries but this one."""
     target = os.path.abspath(path)
-    if os.path.isdir(target):
-        _bind(node, node.directory / "empty", target)
-        return
-    if not os.path.exists(target):
-        raise BedError(f"{target} does not exist")
     parent = os.path.dirname(target)
+    if not os.path.lexists(target):
+        raise BedError(f"{target} does not exist")
+    if os.path.dirname(parent) == parent:
+        raise BedError(f"{target} stands at the top: hide something in it")
     stand_in = Path(tempfile.mkdtemp(prefix="hidden-", dir=node.directory / "stage"))
     stand_in.chmod(0o755)
+    mounts = []
     for entry in sorted(os.scandir(parent), key=lambda e: e.name):
         place = stand_in / entry.name
         if entry.path == target:
@@ -341,13 +400,14 @@ def _hidden_path(node: Node, path: str) -> None:
             place.symlink_to(os.readlink(entry.path))
             continue
         place.mkdir() if entry.is_dir() else place.touch()
-        _bind(node, entry.path, str(place))
-    node.run("mount", "--rbind", str(stand_in), parent)
+        mounts.append(fstab(entry.path, place, "rbind" if entry.is_dir() else "bind"))
+    table = stand_in.with_suffix(".fstab")
+    table.write_text("".join([*mounts, fstab(stand_in, parent, "rbind")]), encoding="utf-8")
+    node.run("mount", "--all", "--fstab", str(table))
 
 
 def _undo_hidden_path(node: Node, path: str) -> None:
-    target = os.path.abspath(path)
-    _unbind(node, target if os.path.isdir(target) else os.path.dirname(target))
+    _unbind(node, os.path.dirname(os.path.abspath(path)))
 
 
 def _different_file(node: Node, path: str, source: str = "") -> None:
@@ -378,7 +438,18 @@ FAULTS: dict[str, Fault] = {
             "refuse-port", "[PORT]", "connections to a port (22) are refused", _refuse_port, _undo_refuse_port
         ),
         Fault(
-            "pair-cut", "PEER", "this node and node PEER do not reach each other", _pair_cut, _undo_pair_cut
+            "prohibit-port",
+            "[PORT]",
+            "a firewall answers for a port (22) that the host is out of bounds, as firewalld does",
+            _prohibit_port,
+            _undo_prohibit_port,
+        ),
+        Fault(
+            "pair-cut",
+            "PEER",
+            "this node and node PEER (or the head) do not reach each other",
+            _pair_cut,
+            _undo_pair_cut,
         ),
         Fault("port-busy", "PORT", "something else listens on PORT", _port_busy, _undo_port_busy),
         Fault(
@@ -386,8 +457,9 @@ FAULTS: dict[str, Fault] = {
             "",
             "its own name resolves to 127.0.1.1, as Debian's installer sets it",
             _loopback_hostname,
-            _undo_loopback_hostname,
+            _right_names,
         ),
+        Fault("unknown-name", "PEER", "it does not know the name of node PEER", _unknown_name, _right_names),
         Fault(
             "frozen-sshd",
             "",
@@ -402,6 +474,7 @@ FAULTS: dict[str, Fault] = {
             lambda node: node.stop_sshd(),
             lambda node: node.start_sshd(),
         ),
+        Fault("extra-port", "PORT", "sshd listens on PORT too", _extra_port, _undo_extra_port),
         Fault("silent-banner", "", "something on port 22 accepts and says nothing", *_impostor("silent")),
         Fault("not-ssh", "", "a web server answers on port 22", *_impostor("http")),
         Fault(
@@ -439,6 +512,27 @@ FAULTS: dict[str, Fault] = {
             "root's shell is nologin",
             lambda node: _set_shell(node, "/usr/sbin/nologin"),
             lambda node: _set_shell(node, "/bin/bash"),
+        ),
+        Fault(
+            "account-expired",
+            "",
+            "root's account has expired",
+            _account_expired,
+            _undo_account_expired,
+        ),
+        Fault(
+            "clone",
+            "PEER machine-id|boot-id",
+            "it has the machine id, or the boot id, of node PEER",
+            _clone,
+            _undo_clone,
+        ),
+        Fault(
+            "slow-shell",
+            "SECONDS",
+            "~/.bashrc takes SECONDS",
+            lambda node, seconds: _block(node, BASHRC, "slow-shell", f"sleep {float(seconds):g}"),
+            lambda node, _seconds: _unblock(node, BASHRC, "slow-shell"),
         ),
         Fault(
             "noisy-shell",

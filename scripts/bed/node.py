@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import json
 import os
 import pwd
@@ -122,7 +121,6 @@ class Node:
             "stage/dev_shm",
             "stage/run",
             "stage/sys",
-            "empty",
         ):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         (self.directory / "home/.ssh").chmod(0o700)
@@ -411,14 +409,6 @@ def _newer_sshd_options() -> str:
         [program("sshd"), "-G", "-f", "/dev/null", "-o", option], capture_output=True, check=False
     )
     return f"{option}\n" if known.returncode == 0 else ""
-
-
-def faketime_library() -> str:
-    """Return the path of libfaketime."""
-    found = sorted(glob.glob("/usr/lib/*/faketime/libfaketime.so.1"))
-    if not found:
-        raise BedError("libfaketime is not installed (package faketime): run scripts/setup-test-machine")
-    return found[0]
 
 
 def system_directories() -> list[str]:

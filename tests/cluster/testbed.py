@@ -89,9 +89,9 @@ class Bed:
 
     def processes(self, node: int) -> dict[int, str]:
         """Return the commands of all processes of a node, by their pid on this machine."""
-        place = _namespace(self.status["nodes"][node - 1]["pid"])
+        place = namespace(self.status["nodes"][node - 1]["pid"])
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return {pid: _command(pid) for pid in pids if _namespace(pid) == place}
+        return {pid: command(pid) for pid in pids if namespace(pid) == place}
 
     def pid(self, node: int, text: str) -> int:
         """Return the first process of a node whose command contains a text."""
@@ -104,18 +104,18 @@ class Bed:
         places = {}
         for node in self.status["nodes"]:
             if node["pid"]:
-                places[_namespace(node["pid"])] = node["name"]
+                places[namespace(node["pid"])] = node["name"]
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             environment = _environment(pid)
             run = environment.get("SAFELAUNCH_RUN_ID")
-            if run is None and "safelaunch-agent" in _command(pid):
+            if run is None and "safelaunch-agent" in command(pid):
                 run = "an agent or its guardian"
-            place = places.get(_namespace(pid))
-            if place is None and environment.get("SAFELAUNCH_TESTBED") == str(self.directory):
+            place = places.get(namespace(pid))
+            if place is None and environment.get("TESTBED_DIR") == str(self.directory):
                 place = "head"
             if run is not None and place is not None and run_id in (None, run):
-                found.append(Survivor(pid, place, run, _command(pid)))
+                found.append(Survivor(pid, place, run, command(pid)))
         return found
 
     def wait_until_nobody_is_left(self, seconds: float, run_id: str | None = None) -> list[Survivor]:
@@ -293,7 +293,7 @@ def _run_directories(runs: Path) -> list[Path]:
     )
 
 
-def _namespace(pid: int) -> str | None:
+def namespace(pid: int) -> str | None:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
@@ -308,7 +308,7 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in os.fsdecode(raw).split("\0") if "=" in entry)
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
     try:
         return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).replace("\0", " ").strip()
     except OSError:
