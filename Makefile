@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint type bench clean
+.PHONY: help setup system demo test lint type faults bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ lint: setup ## ruff: rules and format
 
 type: setup ## mypy, strict
 	$(BIN)/mypy
+
+faults: setup system ## the fault matrix on the real test bed (10 minutes); writes build/faults.json
+	$(BIN)/python scripts/faults $(FAULTS)
 
 bench: setup system ## measure against pdsh, clush and deepspeed; writes build/bench.json
 	$(BIN)/python benchmarks/run.py $(BENCH)

@@ -158,21 +158,29 @@ def _compare(
     if joining:
         return "startup_stall", joining, ["all wait for each other to join the job"]
     calls = {view.rank: _call(view) for view in waiting}
-    kinds = Counter(calls.values())
-    if len(kinds) > 1:
-        usual, number = kinds.most_common(1)[0]
-        odd = [view for view in waiting if calls[view.rank] != usual]
-        if number * 2 <= len(waiting):  # no majority: everybody is named
-            odd = waiting
-        behind = [view for view in odd if _call(view)[0] == usual[0] and _call(view)[1] != usual[1]]
-        reason = "missed_collective" if behind else "collective_mismatch"
-        votes = [f"{_describe(call)}: ranks {fold_numbers(_of(calls, call))}" for call in kinds]
-        return reason, odd, votes
-    group = _group(waiting[0])
-    inside = {view.rank for view in waiting}
-    absent = [rank for rank in members.get(group, ()) if rank not in inside]
-    votes = [f"all its ranks are inside the same {_describe(_call(waiting[0]))}"]
-    return "network_stall", [], votes if not absent else [*votes, f"but {fold_numbers(absent)}"]
+    votes = [
+        f"{_describe(call)}: ranks {fold_numbers(_of(calls, call))}" for call in dict.fromkeys(calls.values())
+    ]
+    for place in dict.fromkeys(call[:2] for call in calls.values()):
+        here = [view for view in waiting if calls[view.rank][:2] == place]
+        odd = _minority(here, calls)
+        if odd:
+            return "collective_mismatch", odd, votes
+    usual = Counter(call[:2] for call in calls.values()).most_common(1)[0][0]
+    elsewhere = [view for view in waiting if calls[view.rank][:2] != usual]
+    missed = [view for view in elsewhere if view.rank in members.get(usual[0], calls)]
+    if missed:
+        # Without a majority nobody can say who is right.
+        return "missed_collective", missed if len(missed) * 2 < len(waiting) else waiting, votes
+    return "network_stall", [], [f"all ranks of its group are inside the same {_describe(_call(waiting[0]))}"]
+
+
+def _minority(views: list[RankView], calls: Mapping[int, Call]) -> list[RankView]:
+    """Return who is in another call than most: all of them without a majority, nobody if all are in one."""
+    usual, number = Counter(calls[view.rank] for view in views).most_common(1)[0]
+    if number == len(views):
+        return []
+    return [view for view in views if calls[view.rank] != usual] if number * 2 > len(views) else views
 
 
 Call = tuple[str, int, str, tuple[int, ...], str]
@@ -237,9 +245,12 @@ _WORDS = {
     "stuck_outside_collective": "stands still",
     "jit_lock": "waits for a lock file that another process has left",
     "startup_stall": "does not get through its start",
-    "exit_hang": "has done its work and does not end",
+    "exit_hang": "has done all work and did not end",
     "network_stall": "all ranks wait in the same collective, and it does not end: the network or a device",
 }
+
+
+_PLURAL = {"is": "are", "waits": "wait", "stands": "stand", "does": "do", "has": "have"}
 
 
 def _sentence(
@@ -254,6 +265,9 @@ def _sentence(
     if culprits:
         ranks = fold_numbers([view.rank for view in culprits])
         hosts = ", ".join(dict.fromkeys(view.host for view in culprits))
+        if len(culprits) > 1:
+            verb, _, rest = words.partition(" ")
+            words = f"{_PLURAL.get(verb, verb)} {rest}"
         words = f"rank{'s' * (len(culprits) > 1)} {ranks} on {hosts} {words}"
     if reason == "collective_mismatch":
         words += f" ({'; '.join(votes)})"

@@ -180,12 +180,10 @@ class Mark:
                     structs[0].pack_into(mark.map, place[1], count, monotonic_ns(), operation, 0, 0)
             except Exception:
                 mark.off()
-            if not blocks:
-                return original(self, *args, **kwargs)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
+            result = original(self, *args, **kwargs)
+            if blocks:
                 mark.done()
+            return result
 
         _disguise(method, original)
         setattr(owner, name, method)
@@ -195,10 +193,10 @@ class Mark:
         original, mark = work.wait, self
 
         def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                mark.done()
+            result = original(self, *args, **kwargs)
+            # Not after an exception: who failed inside a collective is still seen to have been there.
+            mark.done()
+            return result
 
         _disguise(wait, original)
         work.wait = wait
@@ -249,7 +247,8 @@ class Mark:
         original, mark = owner.forward, self
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.training:
+            # The engine's own flag does not follow its model's.
+            if not getattr(getattr(self, "module", self), "training", True):
                 if mark.phase_number != EVALUATE:
                     mark.phase("evaluate")
             elif mark.phase_number == EVALUATE:
