@@ -137,6 +137,18 @@ DENIED = CONNECTED + "user@node1: Permission denied "
         (DIALLING + "ssh: connect to host node1 port 22: No route to host", "no_route", "No route to host"),
         (DIALLING + "ssh: connect to host node1 port 22: Connection timed out", "timeout", "10.0.0.1"),
         (ESTABLISHED + "ssh_exchange_identification: Connection closed by remote host", "closed", "a word"),
+        (
+            ESTABLISHED + "debug1: kex_exchange_identification: banner line 0: HTTP/1.1 400 Bad Request\n"
+            "kex_exchange_identification: Connection closed by remote host",
+            "not_ssh",
+            "HTTP/1.1 400",
+        ),
+        (
+            ESTABLISHED + "debug1: kex_exchange_identification: banner line 0: Exceeded MaxStartups\n"
+            "kex_exchange_identification: Connection closed by remote host",
+            "throttled",
+            "3 times",
+        ),
         (ESTABLISHED + "Connection timed out during banner exchange", "no_banner", "silent"),
         (
             CONNECTED + "Unable to negotiate with 10.0.0.1 port 22: no matching cipher",
@@ -147,6 +159,12 @@ DENIED = CONNECTED + "user@node1: Permission denied "
             CONNECTED + "debug1: Offering public key: /k RSA\nConnection closed by 10.0.0.1",
             "account",
             "/k RSA",
+        ),
+        (
+            "OpenSSH_9.2p1, OpenSSL 3.0\n" + CONNECTED + "debug1: Offering public key: /k RSA\n"
+            "Your account has expired.\nConnection closed by 10.0.0.1",
+            "account",
+            "/k RSA: Your account has expired.; Connection closed",
         ),
         (DENIED + "(password,keyboard-interactive).", "password_only", "password"),
         (DENIED + "(publickey,gssapi-with-mic).", "auth", "no key at all"),

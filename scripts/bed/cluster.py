@@ -113,10 +113,10 @@ class Bed:
             raise
 
     def _build(self, nodes: int, subnet: str | None, prefix: str | None, shares: Sequence[str]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.directory.chmod(0o755)
         with _machine_lock():
             subnet, prefix = _choose_network(subnet, prefix)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.chmod(0o755)
             layout = Layout(nodes, subnet, prefix, [os.path.abspath(share) for share in shares])
             self._description.write_text(json.dumps(asdict(layout)), encoding="utf-8")
             run("ip", "link", "add", self.bridge, "type", "bridge", "stp_state", "0", "forward_delay", "0")

@@ -1,7 +1,7 @@
 """What can be made to go wrong on a node, each with its undo.
 
-A fault is one line in FAULTS. `apply` and `undo` get the node and the fault's arguments; `undo` must not mind
-finding only half of what `apply` does.
+A fault is one line in FAULTS. `apply` and `undo` get the node and the fault's arguments; `apply` raises
+ValueError for wrong ones before it does anything; `undo` must not mind finding only half of what it does.
 """
 
 from __future__ import annotations
@@ -139,8 +139,19 @@ def _undo_prohibit_port(node: Node, port: str = "22") -> None:
     _no_firewall(node, f"prohibit_{int(port)}")
 
 
+def _peer(node: Node, peer: str) -> Path:
+    """Return the directory of another node."""
+    directory = node.bed / f"node{int(peer)}"
+    if not directory.is_dir() or directory == node.directory:
+        raise ValueError(f"there is no other node {peer}")
+    return directory
+
+
 def _peer_address(node: Node, peer: str) -> str:
-    return f"{node.address.rpartition('.')[0]}.{1 if peer == 'head' else 10 + int(peer)}"
+    if peer == "head":
+        return f"{node.address.rpartition('.')[0]}.1"
+    _peer(node, peer)
+    return f"{node.address.rpartition('.')[0]}.{10 + int(peer)}"
 
 
 def _pair_cut(node: Node, peer: str) -> None:
@@ -165,7 +176,8 @@ def _loopback_hostname(node: Node) -> None:
 
 
 def _unknown_name(node: Node, peer: str) -> None:
-    kept = [line for line in node.read("hosts").splitlines() if not line.endswith(f" node{int(peer)}")]
+    name = _peer(node, peer).name
+    kept = [line for line in node.read("hosts").splitlines() if not line.endswith(f" {name}")]
     node.write("hosts", "\n".join(kept) + "\n")
 
 
@@ -264,9 +276,11 @@ def _undo_account_expired(node: Node) -> None:
 
 def _clone(node: Node, peer: str, identity: str) -> None:
     if identity not in ("machine-id", "boot-id"):
-        raise BedError(f"{identity!r} is neither machine-id nor boot-id")
-    (node.directory / f"own-{identity}").write_text(node.read(identity), encoding="ascii")
-    node.write(identity, (node.bed / f"node{int(peer)}" / identity).read_text(encoding="ascii"))
+        raise ValueError(f"{identity!r} is neither machine-id nor boot-id")
+    other, own = _peer(node, peer) / identity, node.directory / f"own-{identity}"
+    if not own.exists():
+        own.write_text(node.read(identity), encoding="ascii")
+    node.write(identity, other.read_text(encoding="ascii"))
 
 
 def _undo_clone(node: Node, _peer: str, identity: str) -> None:
@@ -354,9 +368,10 @@ def _noisy_shell(node: Node, text: str = "Welcome to the cluster!") -> None:
 
 
 def _clock_skew(node: Node, seconds: str) -> None:
+    ahead = float(seconds)
     library = node.directory / "stage/clock.so"
     run("gcc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "clock.c")
-    setting = f"LD_PRELOAD={library} TESTBED_CLOCK_AHEAD={float(seconds):g}"
+    setting = f"LD_PRELOAD={library} TESTBED_CLOCK_AHEAD={ahead:g}"
     _block(node, SSHD_CONFIG, "clock-skew", f"SetEnv {setting}")
     node.restart_sshd()
 
@@ -386,12 +401,12 @@ def _hidden_path(node: Node, path: str) -> None:
     target = os.path.abspath(path)
     parent = os.path.dirname(target)
     if not os.path.lexists(target):
-        raise BedError(f"{target} does not exist")
+        raise ValueError(f"{target} does not exist")
     if os.path.dirname(parent) == parent:
-        raise BedError(f"{target} stands at the top: hide something in it")
-    stand_in = Path(tempfile.mkdtemp(prefix="hidden-", dir=node.directory / "stage"))
+        raise ValueError(f"{target} stands at the top: hide something in it")
+    stand_in = Path(tempfile.mkdtemp(prefix=_hidden_prefix(target), dir=node.directory / "stage"))
     stand_in.chmod(0o755)
-    mounts = []
+    mounts = [fstab(stand_in, stand_in, "bind")]
     for entry in sorted(os.scandir(parent), key=lambda e: e.name):
         place = stand_in / entry.name
         if entry.path == target:
@@ -406,12 +421,23 @@ def _hidden_path(node: Node, path: str) -> None:
     node.run("mount", "--all", "--fstab", str(table))
 
 
+def _hidden_prefix(target: str) -> str:
+    return f"hidden-{target.strip('/').replace('/', '_')}-"
+
+
 def _undo_hidden_path(node: Node, path: str) -> None:
-    _unbind(node, os.path.dirname(os.path.abspath(path)))
+    target = os.path.abspath(path)
+    stand_ins = [
+        place for place in (node.directory / "stage").glob(_hidden_prefix(target) + "*") if place.is_dir()
+    ]
+    _unbind(node, os.path.dirname(target), *map(str, stand_ins))
 
 
 def _different_file(node: Node, path: str, source: str = "") -> None:
     target = os.path.abspath(path)
+    for file in (target, source or target):
+        if not os.path.isfile(file):
+            raise ValueError(f"{file} is no file")
     copy = Path(tempfile.mkdtemp(prefix="different-", dir=node.directory / "stage")) / os.path.basename(
         target
     )
@@ -594,8 +620,13 @@ def apply(node: Node, name: str, arguments: list[str]) -> None:
         inspect.signature(fault.apply).bind(node, *arguments)
     except TypeError as error:
         raise BedError(f"usage: scripts/testbed fault {name} N {fault.usage} ({error})") from error
-    node.faults = [*node.faults, (name, arguments)]
-    fault.apply(node, *arguments)
+    earlier = node.faults
+    node.faults = [*earlier, (name, arguments)]
+    try:
+        fault.apply(node, *arguments)
+    except ValueError as error:  # raised for arguments before anything is done: there is nothing to undo
+        node.faults = earlier
+        raise BedError(f"usage: scripts/testbed fault {name} N {fault.usage} ({error})") from error
 
 
 def heal(node: Node) -> None:

@@ -18,16 +18,19 @@ def transport(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def healthy(running_bed):
+    return traces(running_bed)
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_left(bed):
-    """Every node has the same processes and files after a test as before it."""
-    before = traces(bed)
+def nothing_is_left(running_bed, healthy):
+    """Once its faults are healed (by `bed`), every node has the processes and files of a healthy one."""
     yield
-    bed.heal()
     deadline = time.monotonic() + 10
-    while (after := traces(bed)) != before and time.monotonic() < deadline:
+    while (after := traces(running_bed)) != healthy and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert after == before
+    assert after == healthy
 
 
 @pytest.fixture
