@@ -198,6 +198,13 @@ def test_it_ends_by_itself_when_nobody_speaks_to_it():
         assert probe.process.wait(LONG) == 0
 
 
+def test_one_that_fails_ends_and_says_why():
+    """It would be waited for otherwise: the thread that collects is not the one that keeps it alive."""
+    with Probe(want=["host"], deadline="soon") as probe:
+        assert probe.process.wait(LONG) == 1
+        assert b"could not convert string to float: 'soon'" in probe.process.stderr.read()
+
+
 def test_a_stuck_collector_loses_only_itself(tmp_path):
     os.mkfifo(tmp_path / "ds.json")  # opening it waits for a writer, as a dead network file system does
     with Probe(
