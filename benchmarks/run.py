@@ -13,10 +13,11 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import fanout
 import help_text
+import hook
 import launch
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-PARTS = ("help", "launch", "fanout")
+PARTS = ("help", "launch", "fanout", "hook")
 
 
 def main() -> int:
@@ -35,6 +36,8 @@ def main() -> int:
             rows += [row.document() for row in launch.measure(options.rounds, directory)]
         if "fanout" in parts:
             rows += fanout.measure(rounds=options.rounds)
+        if "hook" in parts:
+            rows += [row.document() for row in hook.measure(options.rounds, directory)]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     os.makedirs(os.path.join(REPO, "build"), exist_ok=True)

@@ -20,7 +20,13 @@ from safelaunch.remote import agent_progress, rank_hook
 pytestmark = [pytest.mark.contract, pytest.mark.deepspeed]
 
 SOURCE = resources.files("safelaunch.remote").joinpath("rank_hook.py").read_text(encoding="utf-8")
-GLOO = "import os, sys, time\nimport torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+GLOO = """
+import atexit, os, sys, time
+import torch, torch.distributed as dist
+# torch's gloo now and then aborts while the interpreter is torn down.
+atexit.register(lambda: (sys.stdout.flush(), os._exit(hasattr(sys, "last_value"))))
+dist.init_process_group('gloo')
+"""
 
 
 class Ranks:

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from testbed import Bed, Running
 
 BASE = '''
-import os, sys, threading, time
+import atexit, os, sys, threading, time
 import deepspeed, torch, torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from torch.utils.data import DataLoader, Dataset
 __compatible_ops__["deepspeed_shm_comm"] = False  # saves a compilation of half a minute
 torch.set_num_threads(1)
+# torch's gloo now and then aborts while the interpreter is torn down.
+atexit.register(lambda: (sys.stdout.flush(), os._exit(hasattr(sys, "last_value"))))
 rank = int(os.environ["RANK"])
 ALLOWANCE = float(os.environ.get("FAULT_ALLOWANCE", "10"))
 
