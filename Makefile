@@ -23,7 +23,7 @@ $(VENV)/installed: pyproject.toml requirements-dev.txt
 system: ## install the system packages of the test bed (root, apt), where they are missing
 	scripts/setup-test-machine
 
-demo: setup system ## refuse a wrong hostfile, train on two nodes, name a crash: on this machine alone
+demo: setup system ## refuse a wrong hostfile, train, name a crash and a hang, on two nodes of this machine
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
 test: setup system ## all tests, those on the real test bed among them

@@ -35,6 +35,7 @@ for step in range(3):
     engine.backward(loss)
     engine.step()
 print("trained rank", os.environ["RANK"], "of", torch.distributed.get_world_size(), flush=True)
+torch.distributed.barrier()  # or a thread of torch's gloo may abort when Python is gone
 torch.distributed.destroy_process_group()
 """
 CONFIG = json.dumps(
