@@ -27,6 +27,8 @@ PING_SECONDS = 1.0
 """Between two pings of an agent; each confirms what has arrived."""
 RECONNECT_PAUSE = 1.0
 """Seconds between two tries to open a lost node again."""
+PARTING_SECONDS = 2.0
+"""How long all agents together may take to hang up at the end."""
 STATUS_SECONDS = 2.0
 """How long the exit status may come after the end of the output of an agent that did not start."""
 SSH_ITSELF = 255
@@ -161,6 +163,11 @@ class Link:
         """Give the connection up; the reader reports it as lost."""
         self.session.close()
 
+    def part(self, deadline: float) -> None:
+        """Wait until the agent has hung up, which it does on `bye`, but not beyond a monotonic time."""
+        if self._reader is not None:
+            self._reader.join(timeout=max(0.0, deadline - time.monotonic()))
+
     def settle(self) -> None:
         """Drop the connection and wait for its reader, so that it can't speak for the next one."""
         self.drop()
@@ -247,8 +254,14 @@ class Links:
         threading.Thread(target=self._sweep, args=(host,), name=f"sweep-{host}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop pinging and drop every connection."""
+        """Stop pinging, let the agents hang up, and drop every connection.
+
+        An agent whose connection is cut before it has read `bye` would wait for us to come back.
+        """
         self._closed.set()
+        deadline = time.monotonic() + PARTING_SECONDS
+        for link in self._links.values():
+            link.part(deadline)
         self._transport.close()
 
     def _ping(self) -> None:
