@@ -172,7 +172,7 @@ class Hangs:
         """Let time pass; return what to ask and note, and a verdict once there is one."""
         active = self._active()
         if not active:
-            return [], None
+            return self._clear() if self._stage != "calm" else [], None
         moved = max(view.moved for view in self.views.values())
         if self._stage != "calm" and moved > self._since:
             return self._clear(), None

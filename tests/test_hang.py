@@ -138,6 +138,17 @@ def test_slowness_that_passes_is_noted():
     assert story.notes == ["suspicion", "slow", "hang_cleared"]
 
 
+def test_a_hang_that_ends_with_the_run_is_noted():
+    story = Story({**all_waiting(), 2: outside(state="T")})
+    assert story.run(20).reason == "stopped"
+    for rank in HOSTS:
+        story.hangs.exited(rank, 0, None, story.now)
+    story.verdict = None
+
+    assert story.run(2) is None
+    assert story.notes == ["suspicion", "hang_cleared"]
+
+
 def test_a_stopped_rank_and_one_in_io():
     assert Story({**all_waiting(), 1: outside(state="T")}).run(20).reason == "stopped"
     assert Story({**all_waiting(), 1: row(state="T")}).run(20).ranks == (1,)
