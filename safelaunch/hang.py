@@ -1,7 +1,8 @@
 """Telling a job that hangs from one that is slow: a pure step from what the ranks show to what to do.
 
 Silence is that no rank's mark moves: no phase, step or collective is begun or ended. Half an allowance of it
-is a suspicion, and evidence is taken; after a whole one it is taken again. Times are the launcher's own.
+is a suspicion, and evidence is taken; after a whole one it is taken again. Times are the launcher's own, of a
+clock that only goes forward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 STEADY_FACTOR, STEADY_LEAST, STEADY_MOST = 10, 120.0, 1800.0
 """The steady allowance: so many times the slowest healthy gap, within these seconds (DESIGN section 8)."""
 ALLOWANCES = {
-    "": 600.0,
+    "": 1800.0,
     "start": 600.0,
     "import": 600.0,
     "init": 600.0,
@@ -30,7 +31,10 @@ ALLOWANCES = {
     "evaluate": 1800.0,
     "finish": 300.0,
 }
-"""Seconds of silence by phase, where no --hang-timeout is given; the first step compiles and fills caches."""
+"""Seconds of silence by phase, where no --hang-timeout is given; the first step compiles and fills caches.
+The nameless phase is that of a rank without a hook."""
+NOT_STARTED = 600.0
+"""Seconds that a rank may take to be started; no --hang-timeout is meant for that."""
 LONG_PHASES, LONG_FACTOR = ("checkpoint", "evaluate"), 10
 """Phases without steps of their own: so many times a given --hang-timeout."""
 SUSPICION = 0.5
@@ -45,13 +49,19 @@ BUSY_BYTES = 262_144
 
 @dataclass(slots=True)
 class RankView:
-    """What one rank shows. `row` is its latest progress; `moved` when its mark last changed."""
+    """What one rank shows.
+
+    `row` is its latest progress, `moved` when its mark last changed, `printed` and `had_printed`
+    whether it has printed anything since evidence was asked for last, and between then and the time before.
+    """
 
     rank: int
     host: str
     moved: float
     row: Mapping[str, Any] = field(default_factory=dict)
     evidence: list[Mapping[str, Any]] = field(default_factory=list)
+    printed: bool = False
+    had_printed: bool = False
     over: bool = False
     status: int | None = None
 
@@ -67,9 +77,18 @@ class RankView:
         return str(self.mark["phase"]) if self.mark else ""
 
     @property
+    def inside(self) -> bool:
+        """Whether its latest collective has begun and nobody has waited for it to its end yet."""
+        return self.mark is not None and bool(self.mark["inside"])
+
+    @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks: inside a collective, or joining the job."""
-        return self.mark is not None and (bool(self.mark["inside"]) or self.phase == "init")
+        """Whether it waits for other ranks: inside a collective, or joining the job.
+
+        A rank that has begun an asynchronous one may be anywhere; its stack tells, once it was taken.
+        """
+        stack = self.main_stack
+        return self.phase == "init" or (stacks.is_in_collective(stack) if stack else self.inside)
 
     @property
     def main_stack(self) -> stacks.Stack:
@@ -83,6 +102,8 @@ class RankView:
 
     def works(self) -> bool:
         """Tell whether it, or a child, did something between the last two pieces of evidence."""
+        if self.printed or self.had_printed:
+            return True
         if len(self.evidence) < 2:
             return False
         before, after = self.evidence[-2:]
@@ -128,7 +149,7 @@ class Hangs:
         """Take what agents saw of some ranks."""
         for number, row in rows.items():
             view = self.views[int(number)]
-            if _moves(view.row, row):
+            if not view.row or _moves(view.row, row):
                 self._learn(view, now)
                 view.moved = now
             view.row = row
@@ -145,6 +166,10 @@ class Hangs:
         view.over, view.status, view.moved = True, status, now
         view.row = {**view.row, "mark": mark or view.mark}
 
+    def printed(self, rank: int) -> None:
+        """Take that a rank has printed something."""
+        self.views[rank].printed = True
+
     def evidence(self, message: Mapping[str, Any]) -> None:
         """Take the evidence of one rank."""
         view = self.views[message["rank"]]
@@ -156,9 +181,12 @@ class Hangs:
         """Return the seconds of silence allowed now, by the phase of those who hold up the others."""
         active = self._active()
         holders = [view for view in active if not view.waits] or active
-        return max((self._allowed(view.phase) for view in holders), default=STEADY_MOST)
+        return max((self._allowed(view) for view in holders), default=STEADY_MOST)
 
-    def _allowed(self, phase: str) -> float:
+    def _allowed(self, view: RankView) -> float:
+        if not view.row:
+            return NOT_STARTED
+        phase = view.phase
         if self._timeout is not None:
             return self._timeout * (LONG_FACTOR if phase in LONG_PHASES else 1)
         if phase == "steady":
@@ -197,6 +225,7 @@ class Hangs:
         self._asked = {view.rank for view in self._active()}
         by_host: dict[str, list[int]] = {}
         for view in self._active():
+            view.had_printed, view.printed = view.printed, False
             by_host.setdefault(view.host, []).append(view.rank)
         return [
             Tell(host, {"do": "evidence", "id": self._round, "ranks": ranks})
@@ -205,11 +234,19 @@ class Hangs:
 
     def _clear(self) -> list[Action]:
         stage, self._stage = self._stage, "calm"
+        for view in self.views.values():
+            view.evidence = []
         told, self._told_slow = self._told_slow or stage == "hung", False
         return [Note("hang_cleared", fields={"stage": stage})] if told else []
 
     def _decide(self, silence: float, allowance: float, now: float) -> tuple[list[Action], Verdict | None]:
-        working = [view for view in self._active() if not view.waits and view.works()]
+        active = self._active()
+        working = [view for view in active if not view.waits and view.works()]
+        # Who works and holds nobody up is not slow: it may generate text for hours without a collective.
+        held_up = any(view.waits for view in active)
+        if working and not held_up:
+            self._stage, self._check_at = "slow", now + allowance * SUSPICION
+            return [], None
         if working and silence < self._busy_factor * allowance:
             first, self._told_slow = not self._told_slow, True
             self._stage, self._check_at = "slow", now + allowance * SUSPICION

@@ -247,34 +247,28 @@ class Job:
     def _on_no_agent(
         self, node: NodeState, _message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
-        failure = Failure(
-            reason="node_unreachable",
-            host=node.host,
-            time=now,
-            text="its agent was gone when the connection was back",
-        )
-        return self._agent_gone(node, failure, now)
+        text = "its agent was gone when the connection was back"
+        return self._agent_gone(node, "node_unreachable", text, now)
 
     def _on_agent_lost(
         self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
         text = f"safelaunch's agent there died: {_last_line(message)}"
-        failure = Failure(reason="node_unreachable", host=node.host, time=now, text=text)
-        return self._agent_gone(node, failure, now)
+        return self._agent_gone(node, "node_unreachable", text, now)
 
     def _on_agent_failed(
         self, node: NodeState, message: Mapping[str, Any], _time: float, now: float
     ) -> list[Action]:
         """Take the end of an agent's start on a node that never said a word."""
         text = f"safelaunch's agent could not start there: {_last_line(message)}"
-        failure = Failure(reason="launcher_died", host=node.host, time=now, text=text)
-        return self._agent_gone(node, failure, now)
+        return self._agent_gone(node, "launcher_died", text, now)
 
-    def _agent_gone(self, node: NodeState, failure: Failure, now: float) -> list[Action]:
+    def _agent_gone(self, node: NodeState, reason: str, text: str, now: float) -> list[Action]:
         if node.over or node.phase == "sweeping":
             return []
         node.phase, node.since = "sweeping", now
-        note = Note("agent_lost", "error", node.host, fields={"text": failure.text})
+        failure = Failure(reason=reason, host=node.host, time=now, text=text)
+        note = Note("agent_lost", "error", node.host, fields={"text": text})
         return [note, Sweep(node.host), *self._fail(failure, now)]
 
     def _on_log_failed(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from safelaunch.arguments import Invocation
     from safelaunch.findings import Finding
+    from safelaunch.job import Failure
     from safelaunch.plan import Plan, Variable
     from safelaunch.preflight import Preflight
     from safelaunch.static import Static
@@ -261,7 +262,7 @@ class _Running:
             {rank: node.name for node in plan.local_nodes for rank in node.ranks},
             timeout=None if chosen.hang_timeout == "auto" else float(chosen.hang_timeout),
             busy_factor=chosen.busy_factor,
-            now=time.time(),
+            now=time.monotonic(),
         )
         return Watch(hangs, self.run.keep_evidence, kill=chosen.on_hang == "kill")
 
@@ -288,7 +289,7 @@ class _Running:
         logs = {rank: _tail(self.run.file("logs", f"rank-{rank}.err")) for rank in failed}
         node_logs = {host: _tail(self.run.file("logs", f"node-{host}.log")) for host in job.nodes}
         cause, behind = job.root_cause(), None
-        if watch is not None and cause is not None and cause.rank is not None and cause.exit is not None:
+        if watch is not None and cause is not None and cause.rank is not None and _may_follow(cause):
             behind = verdicts.at_failure(cause.rank, watch.hangs.views, watch.hangs.members)
         return diagnose.outcome(job, logs, node_logs, behind)
 
@@ -370,6 +371,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _may_follow(cause: Failure) -> bool:
+    """Tell whether other ranks can lie behind a failure: torch raises or aborts, it does not kill."""
+    return cause.exit is not None and cause.exit.signal in (None, signal.SIGABRT)
 
 
 def _tail(path: str) -> str:

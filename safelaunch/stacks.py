@@ -15,6 +15,9 @@ NOT_THE_USERS = re.compile(
     r"/site-packages/|/dist-packages/|/lib/python3|/sitecustomize\.py$|^<frozen |^<string>"
 )
 """Files that belong to Python, to installed packages, or to our hook."""
+_COLLECTIVE = re.compile(
+    r"/sitecustomize\.py$|/torch/distributed/(distributed_c10d|c10d_logger|rendezvous)\.py$|/deepspeed/comm/"
+)
 _DATA_LOADER = "torch/utils/data/dataloader.py"
 _LOCKS = ("torch/utils/file_baton.py", "/filelock/")
 
@@ -65,6 +68,11 @@ def main_thread(text: str) -> Stack:
 def users_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of the user's own code, else the innermost one, else None."""
     return next((frame for frame in stack if frame.is_users), stack[0] if stack else None)
+
+
+def is_in_collective(stack: Stack) -> bool:
+    """Tell whether a stack stands in a call to other ranks: in what our hook wraps, or in what calls that."""
+    return bool(stack) and bool(_COLLECTIVE.search(stack[0].file))
 
 
 def waits_for_loader(stack: Stack) -> bool:

@@ -47,27 +47,33 @@ def signals_as_events(events: Events) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Watch:
-    """Hang detection in a run: `keep` saves a piece of evidence, `kill` says whether a hang ends the job."""
+    """Hang detection in a run: `keep` saves a piece of evidence, `kill` says whether a hang ends the job.
+
+    Its clock is not the wall's, which may be set.
+    """
 
     hangs: Hangs
     keep: Callable[[Mapping[str, Any]], None]
     kill: bool
+    clock: Callable[[], float] = time.monotonic
 
-    def see(self, message: Mapping[str, Any], now: float) -> None:
+    def see(self, message: Mapping[str, Any]) -> None:
         """Take an event of an agent."""
         if message["event"] == "progress":
-            self.hangs.progress(message["ranks"], now)
+            self.hangs.progress(message["ranks"], self.clock())
+        elif message["event"] == "output" and message["rank"] is not None:
+            self.hangs.printed(message["rank"])
         elif message["event"] == "evidence":
             self.hangs.evidence(message)
             self.keep(message)
         elif message["event"] == "rank_exited":
-            self.hangs.exited(message["rank"], message["status"], message.get("mark"), now)
+            self.hangs.exited(message["rank"], message["status"], message.get("mark"), self.clock())
 
     def look(self, job: jobs.Job, now: float) -> list[jobs.Action]:
         """Look at the clock; while a node is out of contact nothing can be said about its ranks."""
         if job.stop_time is not None or any(node.phase == "lost" for node in job.nodes.values()):
             return []
-        actions, verdict = self.hangs.tick(now)
+        actions, verdict = self.hangs.tick(self.clock())
         return actions if verdict is None else [*actions, *job.hang(verdict, now, kill=self.kill)]
 
 
@@ -88,14 +94,15 @@ def supervise(
             kind, host, value = events.get(timeout=TICK)
             actions = _step(job, kind, host, value, output, clock())
             if kind == "agent" and watch is not None:
-                watch.see(value, clock())
+                watch.see(value)
             if kind == "agent" and "seq" in value:
                 links.processed(host, value["seq"])
         if clock() - looked >= TICK:
             looked = clock()
             output.idle()
             actions += job.tick(looked)
-            if watch is not None:
+            # What has not been looked at yet, as after a terminal that stood still, may say that all is well.
+            if watch is not None and events.empty():
                 actions += watch.look(job, looked)
         for action in actions:
             _perform(action, links, record)

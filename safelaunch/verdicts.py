@@ -62,7 +62,7 @@ def at_failure(
     For ranks that have all ended: gloo, unlike NCCL, lets such ranks fail at once where it notices.
     """
     failed = views[rank]
-    if failed.mark is None or not failed.mark["inside"]:
+    if not failed.inside:
         return None
     wanted = members.get(_group(failed), ())
     gone = [view for view in views.values() if view.rank in wanted and view.status == 0]
@@ -71,7 +71,7 @@ def at_failure(
             "missed_collective", gone, ["exited 0 while the others still waited for it"], views
         )
     group, count = _call(failed)[:2]
-    peers = [view for view in views.values() if view.waits and _call(view)[:2] == (group, count)]
+    peers = [view for view in views.values() if view.inside and _call(view)[:2] == (group, count)]
     reason, odd, votes = _compare(peers, members)
     return None if reason != "collective_mismatch" else _of_failure(reason, odd, votes, views)
 
@@ -80,7 +80,7 @@ def _of_failure(
     reason: str, culprits: list[RankView], votes: list[str], views: Mapping[int, RankView]
 ) -> Verdict:
     ranks = tuple(view.rank for view in culprits)
-    others = _others([view for view in views.values() if view.waits and view.rank not in ranks])
+    others = _others([view for view in views.values() if view.inside and view.rank not in ranks])
     return Verdict(
         reason=reason,
         ranks=ranks,
@@ -117,8 +117,9 @@ def _find(
     if gone:
         return "missed_collective", gone, ["exited while the others still wait for it"]
     if not waiting:
-        reason = "exit_hang" if all(view.phase == "finish" for view in outside) else _kind(outside[0])
-        return reason, outside, ["no rank waits in a collective"]
+        late, votes = _behind(outside)
+        reason = "exit_hang" if all(view.phase == "finish" for view in outside) else _kind(late[0])
+        return reason, late, votes or ["no rank waits in a collective"]
     return _compare(waiting, members)
 
 
@@ -140,6 +141,21 @@ def _outside(outside: list[RankView], waiting: list[RankView]) -> tuple[str, lis
     if all(view.phase == "finish" for view in late):
         return "missed_collective", late, [*votes, "its main thread has ended"]
     return _kind(late[0]), late, votes
+
+
+def _behind(active: list[RankView]) -> tuple[list[RankView], list[str]]:
+    """Return who has begun fewer collectives than others, or all if none has.
+
+    On GPUs nobody is seen to wait in a collective: it is begun, and the wait is for the device, elsewhere.
+    """
+    for group in dict.fromkeys(_group(view) for view in active):
+        here = [view for view in active if group and group in (view.mark or {"groups": {}})["groups"]]
+        most = max((_count(view, group) for view in here), default=0)
+        late = [view for view in here if _count(view, group) < most]
+        if late:
+            count = _count(late[0], group)
+            return late, [f"has begun {count} collectives of group {group}, others {most}"]
+    return active, []
 
 
 def _kind(view: RankView) -> str:

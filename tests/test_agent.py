@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from agent_driver import Driver, left_of, sweep, wait_for
@@ -340,6 +341,63 @@ def test_kill_9_of_the_agent(drive):
     driver.until("agent_lost")
     wait_for(lambda: not driver.left())
     wait_for(lambda: not os.path.exists(directory))
+
+
+def evidence(driver, rank=0):
+    driver.tell({"do": "evidence", "id": 7, "ranks": [rank]})
+    return driver.until("evidence", id=7, rank=rank)
+
+
+def test_evidence_names_the_line_of_a_rank_and_of_its_children(drive):
+    script = (
+        "import multiprocessing, time\n"
+        "def work():\n    print('up', flush=True)\n    time.sleep(300)  # child\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\nchild.start()\n"
+        "child.join()\n"
+    )
+    driver = drive(script)
+    driver.until("output", rank=0)
+    found = evidence(driver)["processes"]
+
+    assert [process["state"] for process in found] == ["S", "S"]
+    assert 'rank.py", line 7 in <module>' in found[0]["stacks"]
+    assert 'rank.py", line 4 in work' in found[1]["stacks"]
+    driver.stop()
+    driver.finish()
+
+
+def test_evidence_never_kills_a_process_that_does_not_expect_it(drive):
+    driver = drive("import os; print('up', flush=True); os.execv('/bin/sleep', ['sleep', '300'])")
+    driver.until("output", rank=0)
+    command = Path(f"/proc/{pids(driver)[0]}/cmdline")
+    wait_for(lambda: command.read_bytes().startswith(b"sleep"))
+
+    assert evidence(driver)["processes"][0]["stacks"] == ""
+    driver.stop()
+    driver.finish()
+    assert driver.until("rank_exited")["signal"] == signal.SIGTERM
+
+
+def test_progress_is_told_of_hooked_ranks_and_again_to_a_new_connection(drive):
+    driver = drive(SLEEP, slots=(0, 1))
+    driver.until("output", rank=1)
+
+    def phases():
+        rows = [message["ranks"] for message in driver.seen if message["event"] == "progress"]
+        return {rank: row[rank]["mark"]["phase"] for row in rows for rank in row if row[rank]["mark"]}
+
+    driver.until("progress")
+    deadline = time.monotonic() + 20
+    while phases() != {"0": "start", "1": "start"}:
+        assert time.monotonic() < deadline
+        driver.next()
+    driver.process.kill()
+    driver.until("eof")
+    driver.seen.clear()
+    driver.attach()
+    assert set(driver.until("progress")["ranks"]) == {"0", "1"}
+    driver.stop()
+    driver.finish()
 
 
 def test_kill_9_of_the_guardian_changes_nothing(drive):

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from test_hostfile import REAL, SAMPLES, files, stated
 
-from safelaunch import cli, runs
+from safelaunch import cli, running, runs
 
 
 @pytest.fixture
@@ -86,6 +86,19 @@ def test_configs_that_people_use_pass(check, tmp_path, file):
     status, document = check(*options, "train.py", "--deepspeed", "--deepspeed_config", file)
 
     assert status == 0, document["findings"]
+
+
+def test_only_nodes_that_answered_count_as_reached():
+    document = {
+        "ok": False,
+        "hosts": [{"name": name, "state": "ok" if name == "a" else "failed"} for name in "abc"],
+        "findings": [
+            {"code": "ssh.refused", "severity": "error", "hosts": ["b"]},
+            {"code": "shm.small", "severity": "error", "hosts": ["c"]},
+            {"code": "ssh.noise", "severity": "warning", "hosts": ["a"]},
+        ],
+    }
+    assert running._check_summary(document).endswith("; 2 of 3 nodes reached")
 
 
 def test_the_command_itself(tmp_path):

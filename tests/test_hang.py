@@ -9,7 +9,8 @@ from safelaunch.hang import EVIDENCE_SECONDS, STEADY_LEAST, Hangs
 from safelaunch.job import Note, Tell
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
-STACK = 'Current thread 0x01 (most recent call first):\n  File "/home/ada/{}", line {} in f\n'
+STACK = 'Current thread 0x01 (most recent call first):\n{}  File "/home/ada/{}", line {} in f\n'
+WRAPPER = '  File "/tmp/safelaunch-1/run.0/sitecustomize.py", line 9 in wait\n'
 
 
 def group(count=5, operation="allreduce", shape=(4,), since=0.0, kind="float32"):
@@ -42,6 +43,7 @@ class Story:
         self.rows = rows
         self.lines = lines or {}
         self.cpu = {}
+        self.elsewhere = set()  # ranks that have begun a collective, and do something else
         self.notes = []
         self.verdict = None
         self.hangs.progress(rows, self.now)
@@ -69,7 +71,9 @@ class Story:
         cpu = self.cpu.get(rank, 0.0) * self.now
         line = self.lines.get(rank, ("train.py", 10))
         process = {"pid": 10 + rank, "state": "S", "cpu": cpu, "io": 0, "wchan": None, "command": "python"}
-        process["stacks"] = STACK.format(*line)
+        mark = self.rows[rank]["mark"] if rank in self.rows else None
+        waits = mark is not None and mark["inside"] and rank not in self.elsewhere
+        process["stacks"] = STACK.format(WRAPPER if waits else "", *line)
         return {"id": number, "rank": rank, "taken": self.now, "mark": None, "processes": [process]}
 
     def change(self, **rows):
@@ -238,6 +242,94 @@ def test_the_steady_allowance_is_learnt():
     story.now += 500
     story.change(r0=row(steps=20))
     assert story.hangs.allowance() == 1800
+
+
+def test_who_works_and_holds_nobody_up_is_never_a_hang():
+    story = Story({rank: row("first_step", 0, inside=False, groups={}) for rank in HOSTS})
+    story.cpu = {0: 0.9}
+    assert story.run(300) is None
+    assert "slow" not in story.notes
+    story.cpu = {}
+    assert story.run(30) is not None
+
+
+def test_evidence_of_a_hang_that_has_passed_is_forgotten():
+    story = Story({**all_waiting(), 2: outside()})
+    story.cpu = {2: 0.9}
+    story.run(20)
+    story.change(r2=row(steps=6))
+    story.run(1)
+
+    assert all(view.evidence == [] for view in story.hangs.views.values())
+
+
+def test_where_a_rank_stands_is_told_by_what_it_waits_for():
+    def with_frame(file, *children):
+        def evidence(rank, number):
+            found = Story.evidence(story, rank, number)
+            first = found["processes"][0]
+            if rank == 2:
+                first["stacks"] = first["stacks"].replace(
+                    ":\n", f':\n  File "/v/site-packages/{file}", line 1 in g\n', 1
+                )
+                more = [{**first, "pid": 99, "stacks": STACK.format("", *child)} for child in children]
+                found["processes"] += more
+            return found
+
+        return evidence
+
+    story = Story({**all_waiting(), 2: outside()})
+    story.evidence = with_frame("torch/utils/file_baton.py")
+    assert story.run(20).reason == "jit_lock"
+    story = Story({**all_waiting(), 2: outside()})
+    story.evidence = with_frame("torch/utils/data/dataloader.py", ("shards.py", 8))
+    assert story.run(20).location == "/home/ada/shards.py:8"
+    story = Story({**all_waiting(), 2: outside()})
+    story.evidence = with_frame("torch/utils/data/dataloader.py")
+    assert story.run(20).location == "/home/ada/train.py:10"
+
+
+def test_sentences_are_told_in_number():
+    assert "rank 2 on b stands still" in Story({**all_waiting(), 2: outside()}).run(20).text
+    rows = {**all_waiting(), 2: outside(), 3: outside()}
+    assert "ranks 2-3 on b stand still" in Story(rows).run(20).text
+
+
+def test_who_prints_works():
+    story = Story({**all_waiting(), 2: outside()})
+    for _ in range(5):
+        story.hangs.printed(2)
+        assert story.run(4) is None
+        story.hangs.printed(2)
+    assert story.run(60).ranks == (2,)
+
+
+def test_a_rank_in_an_asynchronous_collective_is_where_its_stack_says():
+    story = Story(all_waiting(), lines={3: ("load.py", 5)})
+    story.elsewhere = {3}
+    verdict = story.run(20)
+
+    assert (verdict.ranks, verdict.location) == ((3,), "/home/ada/load.py:5")
+    assert verdict.others == (("wait in allreduce", (0, 1, 2)),)
+
+
+def test_counts_tell_who_is_late_where_nobody_is_seen_to_wait():
+    late = row(inside=False, groups={"0": group(count=4)})
+    verdict = Story({**all_waiting(inside=False), 1: late}).run(20)
+
+    assert (verdict.reason, verdict.ranks) == ("stuck_outside_collective", (1,))
+    assert verdict.votes == ("has begun 4 collectives of group 0, others 5",)
+
+
+def test_a_short_timeout_is_not_meant_for_ranks_that_have_not_started():
+    story = Story({})
+    assert story.run(590) is None
+    assert story.run(30) is not None
+    late = Story({})
+    assert late.run(100) is None
+    late.change(**{f"r{rank}": row(inside=False, phase="start", groups={}) for rank in HOSTS})
+    assert late.run(9) is None
+    assert late.run(9) is not None
 
 
 def test_ranks_without_a_hook_are_judged_by_what_they_use():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from safelaunch import diagnose
+from safelaunch import diagnose, running
 from safelaunch.job import CLOCK_DOUBT, STOP_MARGIN, SWEEP_MARGIN, Job, Note, Reconnect, Sweep, Tell
 from safelaunch.plan import Node
+from safelaunch.verdicts import Verdict
 
 
 def make_job(offsets=None, grace=5.0, reconnect_grace=60.0):
@@ -316,6 +317,48 @@ def test_a_failure_before_the_interrupt_is_still_the_cause():
     finish(job)
 
     assert verdict(job)["exit_status"] == 9
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "exit_status"),
+    [
+        ("stuck_outside_collective", "hang", 75),
+        ("network_stall", "hang", 75),
+        ("collective_mismatch", "desync", 76),
+        ("missed_collective", "desync", 76),
+    ],
+)
+def test_a_hang_ends_the_job_with_its_verdict(reason, status, exit_status):
+    job = make_job()
+    culprits = () if reason == "network_stall" else (2,)
+    found = Verdict(
+        reason=reason,
+        ranks=culprits,
+        hosts=("b",) * len(culprits),
+        location="t.py:4",
+        text="rank 2 on b stands still",
+        votes=("a reason",),
+        others=(("wait in allreduce", (0, 1, 3)),),
+    )
+    assert stops(job.hang(found, 5, kill=False)) == {}
+    assert not job.failures
+    assert set(stops(job.hang(found, 6, kill=True))) == {"a", "b"}
+    finish(job)
+    result = verdict(job)
+
+    assert (result["status"], result["exit_status"], result["summary"]) == (status, exit_status, found.text)
+    assert (result["culprit"]["ranks"], result["culprit"]["location"]) == (list(culprits), "t.py:4")
+    assert result["others"] == [{"what": "wait in allreduce", "ranks": [0, 1, 3]}]
+    assert result["reasons"] == ["a reason"]
+    assert result["first_failure"] is None
+
+
+@pytest.mark.parametrize(("signum", "may"), [(None, True), (6, True), (9, False), (15, False), (11, False)])
+def test_only_an_exception_or_an_abort_can_follow_from_other_ranks(signum, may):
+    job = make_job()
+    job.agent("b", exited(3, None if signum else 1, signum), 2.1)
+
+    assert running._may_follow(job.root_cause()) is may
 
 
 def test_every_note_can_be_recorded():

@@ -6,14 +6,16 @@ import json
 import queue
 import re
 import threading
+import time
+import types
 
 import pytest
 
 from safelaunch import launch
-from safelaunch.job import Job
+from safelaunch.job import Job, Note
 from safelaunch.launch import Link, Links
 from safelaunch.plan import Limits, Node, Plan, Program
-from safelaunch.supervise import Events, supervise
+from safelaunch.supervise import Events, Watch, supervise
 from safelaunch.transport.base import ChannelLostError, Unreachable
 
 PING = {"event": "pong", "id": 1, "time": 0}
@@ -190,6 +192,77 @@ def test_agents_that_die_after_each_new_connection_end_the_run(tmp_path, monkeyp
     assert "killed" in job.root_cause().text
     assert 2 < endless.opened < 60
     assert job.unconfirmed == ("a",)
+
+
+def test_agents_hang_up_before_their_connections_are_cut(tmp_path):
+    parted, cut = [], []
+
+    class Parting(FakeChannel):
+        def lines(self):
+            yield from super().lines()
+            time.sleep(0.3)
+            parted.append(list(cut))
+
+    transport = FakeTransport()
+    transport.close = lambda: cut.append(True)
+    links = Links(
+        {"a": FakeSession("a", [Parting([STARTED])])},
+        transport,
+        make_plan(tmp_path, 5),
+        "run",
+        lambda *_: None,
+    )
+    links.start({"a": {}})
+    links.close()
+
+    assert (parted, cut) == ([[]], [True])
+
+
+def test_nothing_is_concluded_about_ranks_out_of_contact():
+    nodes = (Node(name="a", slots=(0,), node_rank=0, first_rank=0),)
+    job = Job(nodes, grace=0.1, reconnect_grace=1, clock_offsets={}, now=0)
+    hangs = types.SimpleNamespace(tick=lambda _now: ([Note("suspicion")], None))
+    watch = Watch(hangs, keep=None, kill=True)
+    assert watch.look(job, 0)
+    job.lost("a", "closed", 1)
+
+    assert watch.look(job, 1) == []
+
+
+def test_nothing_is_concluded_while_events_are_unread():
+    """A terminal that stood still leaves a backlog behind, and in it what shows that all is well."""
+    ticks, now = [], [0.0]
+
+    class Hangs:
+        def tick(self, _now):
+            ticks.append(pending.empty())
+            return [], None
+
+        def printed(self, _rank):
+            pass
+
+        def progress(self, _rows, _now):
+            pass
+
+        def exited(self, *_):
+            pass
+
+    class Slow(FakeOutput):
+        def feed(self, *_):
+            now[0] += 60.0
+
+    nodes = (Node(name="a", slots=(0,), node_rank=0, first_rank=0),)
+    job = Job(nodes, grace=0.1, reconnect_grace=1, clock_offsets={}, now=0)
+    pending: Events = Events()
+    output = {"event": "output", "rank": 0, "stream": "out", "data": "x"}
+    for event in [STARTED, *[output] * 20, {"event": "progress", "ranks": {}}, EXITED, LAUNCHER, FINISHED]:
+        pending.put(("agent", "a", {"seq": 1, **event}))
+    links = types.SimpleNamespace(processed=lambda *_: None, tell=lambda *_: None)
+    watch = Watch(Hangs(), keep=None, kill=True, clock=lambda: now[0])
+    supervise(job, links, pending, Slow(), lambda _note: None, watch, clock=lambda: now[0])
+
+    assert job.over
+    assert all(ticks)
 
 
 def test_a_node_that_cannot_be_reached_again_ends_the_run(tmp_path, monkeypatch):

@@ -275,6 +275,59 @@ print('ok')
     assert ranks.start(script, world=1).finish() == ["ok\n"]
 
 
+def test_a_hook_that_switches_itself_off_leaves_no_mark(ranks):
+    script = (
+        GLOO
+        + """
+import sitecustomize
+mark = next(iter(next(f for f in sys.meta_path if type(f).__name__ == 'Finder').after.values())).args[0]
+mark.groups = None
+dist.all_reduce(torch.ones(1))
+print('ok')
+"""
+    )
+    assert ranks.start(script, world=1).finish() == ["ok\n"]
+    assert ranks.mark(0) is None
+
+
+def test_tensors_and_groups_of_any_number_and_size(ranks):
+    script = (
+        GLOO
+        + """
+import sitecustomize
+mark = next(iter(next(f for f in sys.meta_path if type(f).__name__ == 'Finder').after.values())).args[0]
+class Huge:
+    shape, dtype = (2**35, 3), torch.float32
+class Group:
+    group_desc = ""
+    def __init__(self, name): self.group_name = name
+    def allreduce(self, tensor): pass
+mark.wrap_collective(Group, 'allreduce')
+Group('first').allreduce(Huge())
+dist.all_reduce(torch.ones([1] * 12))
+for number in range(400): Group(f'group {number}').allreduce(torch.ones(2))
+print('ok')
+"""
+    )
+    assert ranks.start(script, world=1).finish() == ["ok\n"]
+    mark = ranks.mark(0)
+    assert mark["groups"]["first"]["shape"] == [2**35, 3]
+    assert len(mark["groups"]) == rank_hook.MOST_GROUPS
+    assert {group["count"] for group in mark["groups"].values()} == {1}
+
+
+@pytest.mark.parametrize("place", [24, 64, 272, 275, 300])
+def test_a_mark_of_nonsense_is_none_or_harmless(tmp_path, place):
+    data = bytearray(rank_hook.SIZE)
+    data[:8] = rank_hook.MAGIC
+    data[64] = 1
+    data[place] = 255
+    (tmp_path / "rank-0.mark").write_bytes(data)
+    (tmp_path / "rank-0.groups").write_text('{"name": "0", "ranks": [0]}\n' * 300)
+
+    agent_progress.MarkReader(rank_hook, str(tmp_path / "rank-0")).read()
+
+
 def test_the_users_own_signal_handlers_stay(ranks):
     script = "import signal\nprint({signal.getsignal(n) for n in signal.valid_signals() - {2, 13, 25}})\n"
     (text,) = ranks.start(script, world=1).finish()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,16 @@ def test_half_written_documents_are_empty(tmp_path):
 
     assert run.document("outcome") == {}
     assert [event["event"] for event in run.events()] == ["a"]
+
+
+def test_evidence_is_kept_as_text_and_as_json(tmp_path):
+    run, lock = runs.create(str(tmp_path), "t.py", None)
+    lock.close()
+    process = {"pid": 7, "state": "S", "wchan": None, "cpu": 1.0, "io": 2, "command": "python t.py"}
+    message = {"rank": 3, "taken": 5.0, "mark": None, "processes": [{**process, "stacks": "Thread 0x1:\n"}]}
+    run.keep_evidence(message)
+
+    text = (Path(run.path) / "evidence/rank-3.stacks.txt").read_text()
+    assert text == "pid 7, state S, waits in user space: python t.py\nThread 0x1:\n\n"
+    document = json.loads((Path(run.path) / "evidence/rank-3.proc.json").read_text())
+    assert document == {"taken": 5.0, "mark": None, "processes": [process]}

@@ -9,6 +9,7 @@ import sys
 from safelaunch.stacks import (
     Frame,
     grouped,
+    is_in_collective,
     main_thread,
     parse,
     users_frame,
@@ -61,6 +62,18 @@ def test_the_odd_one_out_comes_first():
     a, b = main_thread(WAITING), (Frame("/home/ada/train.py", 12, "load"),)
 
     assert grouped({0: a, 1: a, 2: b, 3: a}) == [([2], b), ([0, 1, 3], a)]
+
+
+def test_who_is_in_a_collective():
+    def inside(file):
+        return is_in_collective((Frame(file, 1, "f"), Frame("/home/ada/train.py", 3, "f")))
+
+    assert inside("/tmp/safelaunch-0/x.0/sitecustomize.py")
+    assert inside("/v/site-packages/torch/distributed/distributed_c10d.py")
+    assert inside("/v/site-packages/deepspeed/comm/torch.py")
+    assert not inside("/v/site-packages/torch/distributed/checkpoint/filesystem.py")
+    assert not inside("/home/ada/train.py")
+    assert not is_in_collective(())
 
 
 def test_places_where_ranks_wait_for_others_than_ranks():

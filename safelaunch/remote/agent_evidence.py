@@ -96,9 +96,12 @@ class Gathering:
     def _text(self) -> str:
         if self._size <= self._start:
             return ""
-        with open(self._file, "rb") as stream:
-            stream.seek(self._start)
-            return stream.read(min(self._size - self._start, MOST_TEXT)).decode("utf-8", "replace")
+        try:
+            with open(self._file, "rb") as stream:
+                stream.seek(self._start)
+                return stream.read(min(self._size - self._start, MOST_TEXT)).decode("utf-8", "replace")
+        except OSError:  # a child has ended, and taken its file along
+            return ""
 
     def event(self) -> dict[str, Any]:
         """Return the fields of the `evidence` event."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 import types
 
@@ -11,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from safelaunch.remote import agent_files as files
     from safelaunch.remote import agent_processes as procs
     from safelaunch.remote import agent_ranks as ranks
 
@@ -52,7 +54,10 @@ class MarkReader:
                 continue
             if len(data) == hook.SIZE and data.startswith(hook.MAGIC):
                 self.base = base
-                return self._decode(data)
+                try:
+                    return self._decode(data)
+                except (struct.error, IndexError):  # whatever wrote that, it was not the hook
+                    return None
         return None
 
     def _time(self, nanoseconds: int) -> float:
@@ -125,7 +130,7 @@ class Watch:
         """Return what a rank left behind: its mark, and the exception that ended it, if one did."""
         reader = self.reader(rank)
         mark = reader.read()
-        return {"mark": mark, "error": read_json(reader.base + ".error")}
+        return {"mark": mark, "error": files.read_json(reader.base + ".error")}
 
     def news(self, all_ranks: dict[int, ranks.Rank], now: float) -> dict[int, dict[str, Any]]:
         """Return {rank: what it does} of those with something new; nothing before it is time to look."""
@@ -146,14 +151,6 @@ class Watch:
         reader = self.reader(number)
         mark = reader.read()
         return {**usage(process), "mark": mark, "members": reader.members}
-
-
-def read_json(path: str) -> Any:
-    try:
-        with open(path, encoding="utf-8") as stream:
-            return json.load(stream)
-    except (OSError, ValueError):
-        return None
 
 
 def usage(process: procs.Process) -> dict[str, Any]:

@@ -41,8 +41,8 @@ STEP = struct.Struct("<QQ")
 """At 40: optimizer steps done, and when the last one was."""
 DONE = struct.Struct("<QI")
 """At 56: when the last collective was waited for to its end; at 64: number of groups."""
-PHASE_AT, STEP_AT, DONE_AT, GROUPS_AT, GROUP_SIZE, MOST_GROUPS = 24, 40, 56, 256, 64, 240
-GROUP = tuple(struct.Struct("<QQHBB%dI" % dimensions) for dimensions in range(9))
+PHASE_AT, STEP_AT, DONE_AT, GROUPS_AT, GROUP_SIZE, MOST_GROUPS = 24, 40, 56, 256, 96, 160
+GROUP = tuple(struct.Struct("<QQHBB%dQ" % dimensions) for dimensions in range(9))
 """For each group: collectives begun, when the last was, its number in OPERATIONS, its data type in TYPES, and
 the number of dimensions and the dimensions of its first tensor."""
 PHASES = ("", "start", "import", "init", "first_step", "steady", "checkpoint", "evaluate", "finish")
@@ -101,9 +101,17 @@ class Mark:
         HEADER.pack_into(self.map, 0, MAGIC, os.getpid(), register_stacks(path + ".stacks"), GROUP_SIZE)
         self.phase("start")
 
-    def off(self) -> None:
-        """Stop writing; the wrappers pass calls on. A forked child does it: the mark is its parent's."""
+    def let_go(self) -> None:
+        """Write nowhere from now on, as a forked child must: the mark is its parent's."""
         self.map = bytearray(SIZE)
+
+    def off(self) -> None:
+        """Stop, after a fault of our own; a mark that stood still would look like a rank that hangs."""
+        try:
+            self.map[: len(MAGIC)] = bytes(len(MAGIC))
+        except Exception:
+            pass
+        self.let_go()
 
     def write(self, layout: struct.Struct, offset: int, *values: int) -> None:
         try:
@@ -113,7 +121,10 @@ class Mark:
 
     def done(self) -> None:
         """Note that a collective has been waited for to its end."""
-        self.write(DONE, DONE_AT, monotonic_ns(), len(self.groups))
+        try:
+            DONE.pack_into(self.map, DONE_AT, monotonic_ns(), min(len(self.groups), MOST_GROUPS))
+        except Exception:
+            self.off()
 
     def phase(self, name: str) -> int:
         """Enter a phase; returns the one before, to be restored by `phase_back`."""
@@ -135,7 +146,7 @@ class Mark:
     def group(self, process_group: Any) -> tuple[Any, int]:
         """Give a process group its place; its name and members go into a file beside."""
         name = process_group.group_name
-        index = min(len(self.groups), MOST_GROUPS - 1)
+        index = min(len(self.groups), MOST_GROUPS)  # the last place is nobody's: it is never read
         # The counter is one step of the interpreter: threads may call at the same time.
         place = self.groups[name] = (itertools.count(1), GROUPS_AT + index * GROUP_SIZE)
         self.done()
@@ -165,7 +176,7 @@ class Mark:
                 while type(tensor) is list:
                     tensor = tensor[0]
                 if hasattr(tensor, "shape"):
-                    shape = tensor.shape
+                    shape = tensor.shape[-8:]
                     structs[len(shape)].pack_into(
                         mark.map,
                         place[1],
@@ -385,7 +396,7 @@ def hook_up(mark: Mark) -> None:
             mark.phase("import")
 
     sys.meta_path.insert(0, Finder(later, before))  # type: ignore[arg-type]
-    os.register_at_fork(after_in_child=mark.off)
+    os.register_at_fork(after_in_child=mark.let_go)
     keep_exception(mark)
     noted = getattr(threading, "_register_atexit", atexit.register)
     noted(lambda: mark.phase("finish"))  # before the main thread waits for others
